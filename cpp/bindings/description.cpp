@@ -6,6 +6,7 @@
 
 #include "bindings/bindings.h"
 #include "core/error.h"
+#include "hardware/devices.h"
 #include "planning/memory_plan.h"
 #include "planning/step_work.h"
 
@@ -109,6 +110,17 @@ void bindDescription(py::module_& m) {
                 return kvBytesRead(d.spec, toKvType(type), tokens);
             },
             py::arg("kv_dtype"), py::arg("tokens"), "What the last of `tokens` tokens reads of the KV cache.")
+        .def(
+            "refusal",
+            [](const Description& d, const std::string& device) -> std::string {
+                try {
+                    deviceKind(device).requireCanRun(d.spec);
+                } catch (const Error& refused) {
+                    return refused.what();
+                }
+                return "";
+            },
+            py::arg("device"), "Why this kind of device cannot run the model; empty if it can.")
         .def(
             "memory_lines",
             [](const Description& d, const EngineOptions& options) {

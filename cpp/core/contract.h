@@ -74,10 +74,11 @@
 //     y = acc[0], or acc[0] + bias if there is a bias
 //
 // What stands between products follows rules of its own: core/rules/norm.h normalizes rows and adds parts,
-// core/rules/activation.h joins gates and ups, and core/rules/routing_rule.h chooses and weighs experts. The answer of
-// an expert is its finished product with the bias; a row's answers are summed by rank from +0 with one fma each, acc =
-// fma(weight, answer, acc), then the shared expert's with its factor. A weight that multiplied the expert's input is 1
-// here. The sum replaces its destination, or is added to it at the end.
+// core/rules/activation.h joins gates and ups, core/rules/mamba.h and cpu/kernels/delta.cpp update the states of
+// recurrent layers, and core/rules/routing_rule.h chooses and weighs experts. The answer of an expert is its finished
+// product with the bias; a row's answers are summed by rank from +0 with one fma each, acc = fma(weight, answer, acc),
+// then the shared expert's with its factor. A weight that multiplied the expert's input is 1 here. The sum replaces its
+// destination, or is added to it at the end.
 #pragma once
 
 namespace sharpi {

@@ -11,8 +11,9 @@ constexpr size_t kAlign = 64;
 constexpr int64_t kHeadRows = 64;
 
 size_t threadScratchBytes(const StepLimits& l) {
-    const size_t bytes = std::max({cpu::matmulScratchBytes(l.maxCols), cpu::deltaScratchBytes(l.deltaDim),
-                                   cpu::attentionScratchBytes(l.heads, l.kvHeads, l.headDim, l.pageTokens)});
+    const size_t bytes =
+        std::max({cpu::matmulScratchBytes(l.maxCols), cpu::stateScratchBytes(std::max(l.deltaDim, l.mambaStateDim)),
+                  cpu::attentionScratchBytes(l.heads, l.kvHeads, l.headDim, l.pageTokens)});
     return (bytes + kAlign - 1) / kAlign * kAlign;
 }
 
@@ -26,7 +27,7 @@ CpuScratch::CpuScratch(int threadCount, const StepLimits& l) {
     rows.take(s, l, RowBuffer::Residual, RowBuffer::SharedOut);
     normed = s.floats(l.maxRows * l.embedding);
     block = s.floats(l.maxRows * l.embedding);
-    attended = s.floats(l.maxRows * std::max(l.queryWidth, l.deltaWidth));
+    attended = s.floats(l.maxRows * std::max({l.queryWidth, l.deltaWidth, l.mambaWidth}));
     plainQueries = s.floats(l.maxRows * l.latentHeads * l.plainDim);
     queryGate = s.floats(l.maxRows * l.gatedQueryWidth / 2);
     joined = s.floats(l.drafts ? 2 * l.maxRows * l.embedding : 0);

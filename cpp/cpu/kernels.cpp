@@ -129,6 +129,6 @@ size_t attentionScratchBytes(int32_t heads, int32_t kvHeads, int32_t headDim, in
 }
 
 // Sixteen columns of a head's matrix.
-size_t deltaScratchBytes(int32_t dim) { return static_cast<size_t>(dim) * 16 * sizeof(float); }
+size_t stateScratchBytes(int32_t rows) { return static_cast<size_t>(rows) * 16 * sizeof(float); }
 
 }  // namespace sharpi::cpu

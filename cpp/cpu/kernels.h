@@ -68,18 +68,20 @@ struct GatedRow {
     float factor = 1.0f;
 };
 
-// Gated DeltaNet's convolution and SiLU over the rows of one sequence, in place (kernels/delta.cpp).
+// The convolution and SiLU of recurrent layers over the rows of one sequence, in place (kernels/convolution.cpp).
 constexpr int kMaxConvWidth = 64;
 struct ConvArgs {
     float* x = nullptr;  // [rows, channels]
     int64_t rows = 0, channels = 0;
     const float* weight = nullptr;  // [width, channels]
+    const float* bias = nullptr;    // [channels] or nullptr
     int32_t width = 0;              // up to kMaxConvWidth
     const float* from = nullptr;    // [width - 1, channels]: the inputs before the first row; nullptr: zeros
     float* to = nullptr;            // [width - 1, channels]: the inputs before the next batch's rows; may be `from`
 };
 
-// Its delta rule over the rows of one sequence, for one value head: row t's query at q + t * rowStride, and so on.
+// Gated DeltaNet's delta rule over the rows of one sequence, for one value head (kernels/delta.cpp): row t's query at
+// q + t * rowStride, and so on.
 struct DeltaArgs {
     const float *q = nullptr, *k = nullptr, *v = nullptr;
     int64_t rowStride = 0;
@@ -89,6 +91,21 @@ struct DeltaArgs {
     int64_t outStride = 0, rows = 0;
     int32_t dim = 0;
     const float* from = nullptr;  // [dim, dim]: the state before the first row; nullptr: zeros
+    float* to = nullptr;          // the state after the last; may be `from`
+};
+
+// Mamba 2's scan over the rows of one sequence, for one head (kernels/scan.cpp): row t's B at b + t * rowStride, and so
+// on.
+struct ScanArgs {
+    const float *x = nullptr, *b = nullptr, *c = nullptr;
+    int64_t rowStride = 0;
+    const float *decay = nullptr, *step = nullptr;  // one number a row: row t's at + t * stepStride
+    int64_t stepStride = 0;
+    float skip = 0;  // the factor of x in what the head gives
+    float* out = nullptr;
+    int64_t outStride = 0, rows = 0;
+    int32_t stateDim = 0, headDim = 0;
+    const float* from = nullptr;  // [stateDim, headDim]: the state before the first row; nullptr: zeros
     float* to = nullptr;          // the state after the last; may be `from`
 };
 
@@ -133,8 +150,10 @@ struct Kernels {
     void (*attention)(const AttentionArgs& args, int32_t kvHead, int64_t rowBegin, int64_t rowEnd, void* scratch);
     // Channels [begin, end).
     void (*convSilu)(const ConvArgs& args, int64_t begin, int64_t end);
-    // Columns [begin, end) of the state, and of v and out. `scratch`: 64-byte-aligned, deltaScratchBytes(dim).
+    // Columns [begin, end) of the state, and of v and out. `scratch`: 64-byte-aligned, stateScratchBytes(dim).
     void (*deltaRule)(const DeltaArgs& args, int32_t begin, int32_t end, void* scratch);
+    // Columns [begin, end) of the state, and of x and out. `scratch`: 64-byte-aligned, stateScratchBytes(stateDim).
+    void (*scan)(const ScanArgs& args, int32_t begin, int32_t end, void* scratch);
 };
 
 size_t matmulScratchBytes(int64_t cols);
@@ -144,7 +163,8 @@ constexpr int64_t kMatmulTileRows = 32;
 // Enough for any range of rows.
 size_t attentionScratchBytes(int32_t heads, int32_t kvHeads, int32_t headDim, int32_t pageTokens);
 
-size_t deltaScratchBytes(int32_t dim);
+// For kernels that update a head's matrix of that many rows.
+size_t stateScratchBytes(int32_t rows);
 
 // The best table that this machine can run, or the one that SHARPI_CPU_ISA=scalar|avx2|avx512|amx names.
 // Throws Error(InvalidArgument) if that one cannot run here.

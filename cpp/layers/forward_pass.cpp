@@ -10,8 +10,8 @@ namespace sharpi {
 ForwardPass::ForwardPass(const ModelSpec& spec, const ModelWeights& weights, Backend& backend, KvCache& kv,
                          const StepLimits& limits)
     : _spec(spec), _weights(weights), _backend(backend), _kv(kv), _limits(limits) {
-    const bool recurrent = std::any_of(spec.layers.begin(), spec.layers.end(),
-                                       [](const LayerSpec& layer) { return layer.delta.has_value(); });
+    const bool recurrent =
+        std::any_of(spec.layers.begin(), spec.layers.end(), [](const LayerSpec& layer) { return layer.recurrent(); });
     // A prediction layer's experts come in passes of their own.
     _nextWithExperts.resize(spec.layers.size(), nullptr);
     for (size_t i = spec.layers.size(); i-- > 1;)

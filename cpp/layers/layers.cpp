@@ -196,6 +196,34 @@ void gatedDeltaLayer(const LayerContext& context, const LayerSpec& layer, const 
     addPart(context, layer, RowInput::Attended, output, nullptr, layer.mixerPostNorm);
 }
 
+// x += output(mamba(norm(x)))
+void mambaLayer(const LayerContext& context, const LayerSpec& layer, const RecurrentLayer& state) {
+    const MambaSpec& m = *layer.mamba;
+    const ModelWeights& w = context.weights;
+    Operations& ops = context.ops;
+    const Weight &gate = w[m.gate], &mixed = w[m.mixed], &steps = w[m.steps], &output = w[m.output];
+    const auto [also, alsoUp] = alsoReading(context, layer, gate);
+    MambaCall call;
+    call.heads = m.heads;
+    call.groups = m.groups;
+    call.headDim = m.headDim;
+    call.stateDim = m.stateDim;
+    call.convWidth = m.convWidth;
+    call.conv = w[m.conv];
+    call.convBias = w[m.convBias];
+    call.stepBias = w[m.stepBias];
+    call.rate = w[m.rate];
+    call.skip = w[m.skip];
+    call.norm = w[m.norm];
+    call.eps = context.spec.normEpsilon;
+    norm(context, normOf(context, layer.mixerNorm, layer.mixerNormBias), {gate, mixed, steps, also, alsoUp});
+    ops.linear(RowInput::Normed, {{gate, nullptr, RowBuffer::MambaGate},
+                                  {mixed, nullptr, RowBuffer::MambaMixed},
+                                  {steps, nullptr, RowBuffer::MambaSteps}});
+    ops.mamba(call, state, output);
+    addPart(context, layer, RowInput::Attended, output, nullptr, layer.mixerPostNorm);
+}
+
 // x += down(activation(gate n, up n)), n = norm(x); beside experts, the part goes to PartOut instead.
 void denseLayer(const LayerContext& context, const LayerSpec& layer) {
     const DenseFfnSpec& f = *layer.dense;
@@ -286,12 +314,14 @@ void runLayer(const LayerContext& context, const LayerSpec& layer, size_t index,
         const KvPages& pages = context.kv.layer(kvLayer < 0 ? index : static_cast<size_t>(kvLayer));
         if (layer.attention->latent) latentLayer(context, layer, pages);
         else attentionLayer(context, layer, pages);
-    } else {
+    } else if (layer.delta) {
         gatedDeltaLayer(context, layer, context.kv.states().layer(index));
+    } else if (layer.mamba) {
+        mambaLayer(context, layer, context.kv.states().layer(index));
     }
     if (layer.parallel) parallelLayer(context, layer, nextWithExperts);
     else if (layer.dense) denseLayer(context, layer);
-    else expertLayer(context, layer, nextWithExperts);
+    else if (layer.experts) expertLayer(context, layer, nextWithExperts);
     if (layer.layerInput) addLayerInput(context, *layer.layerInput, static_cast<int32_t>(index));
     if (layer.outputScale) context.pending->scale = context.weights[layer.outputScale];
 }

@@ -22,7 +22,7 @@ struct LayerContext {
 // The per-layer embeddings of the batch, if the model has them. After embed().
 void prepareLayerInputs(const LayerContext& context);
 
-// A whole layer: its mixer, then its feed-forward part. index: its number in the model.
+// A whole layer: its mixer, then its feed-forward part, as far as it has them. index: its number in the model.
 void runLayer(const LayerContext& context, const LayerSpec& layer, size_t index, const LayerSpec* nextWithExperts);
 
 // After the last layer: x is whole.

@@ -1,5 +1,5 @@
-// The state of layers that carry a sequence's past in a fixed number of floats (Gated DeltaNet). An entry holds the
-// state of all such layers after some number of a sequence's tokens.
+// The state of layers that carry a sequence's past in a fixed number of floats (Gated DeltaNet, Mamba 2). An entry
+// holds the state of all such layers after some number of a sequence's tokens.
 //
 // A step reads the state in one entry and writes the next state to another, so the earlier state is still there: a
 // failed step and a rollback cost nothing. States stay until their entry is needed. If no entry can be had, a step

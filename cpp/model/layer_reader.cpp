@@ -28,22 +28,16 @@ VectorId LayerReader::norm(const std::string& name, int64_t size) {
     return _model.vector(_model._tensors.requiredFloats(_block + name + ".weight", {size}));
 }
 
-// The bias of a LayerNorm, if there is one.
-VectorId LayerReader::normBias(const std::string& name) {
-    if (_model._spec.norm != NormKind::Layer) return {};
-    return floats(name + ".bias", {_model._spec.embedding});
-}
-
 LayerReader& LayerReader::mixerNorm(const std::string& name) {
     unused("attn_rot_embd");  // cached frequencies of early converters
     _layer.mixerNorm = norm(name, _model._spec.embedding);
-    _layer.mixerNormBias = normBias(name);
+    if (_model._spec.norm == NormKind::Layer) _layer.mixerNormBias = floats(name + ".bias", {_model._spec.embedding});
     return *this;
 }
 
 LayerReader& LayerReader::ffnNorm(const std::string& name) {
     _layer.ffnNorm = norm(name, _model._spec.embedding);
-    _layer.ffnNormBias = normBias(name);
+    if (_model._spec.norm == NormKind::Layer) _layer.ffnNormBias = floats(name + ".bias", {_model._spec.embedding});
     return *this;
 }
 
@@ -237,6 +231,44 @@ LayerReader& LayerReader::gatedDelta(bool fusedSteps) {
     d.decay = vector("ssm_a", d.valueHeads);
     d.headNorm = vector("ssm_norm.weight", d.headDim);
     _layer.delta = d;
+    return *this;
+}
+
+LayerReader& LayerReader::mamba() {
+    const Metadata& md = _model._metadata;
+    TensorFinder& tensors = _model._tensors;
+    const std::string prefix = _model.key("ssm.");
+    const int64_t width = _model._spec.embedding;
+    const auto integer = [&](const char* name, int64_t low, int64_t high) {
+        return static_cast<int32_t>(md.integer(prefix + name, low, high));
+    };
+    MambaSpec m;
+    m.heads = integer("time_step_rank", 1, 65536);
+    m.groups = integer("group_count", 1, 65536);
+    m.stateDim = integer("state_size", 1, 4096);
+    m.convWidth = integer("conv_kernel", 2, 64);
+    const int64_t inner = integer("inner_size", 1, kMaxWidth);
+    if (inner % m.heads) bad("metadata key '" + prefix + "inner_size' is not a multiple of time_step_rank");
+    if (m.heads % m.groups) bad("metadata key '" + prefix + "time_step_rank' is not a multiple of group_count");
+    m.headDim = static_cast<int32_t>(inner / m.heads);
+    if (m.channels() > kMaxWidth)
+        bad("metadata keys '" + prefix + "group_count' and 'state_size' give an impossible width");
+    const auto floats = [&](const char* name, const std::vector<int64_t>& shape) {
+        return _model.vector(tensors.requiredFloats(_block + name, shape));
+    };
+    const WeightSlice in = tensors.required(_block + "ssm_in.weight", {width, inner + m.channels() + m.heads});
+    m.gate = _model.matrix(rowsOf(in, 0, inner), WeightRole::Attention);
+    m.mixed = _model.matrix(rowsOf(in, inner, m.channels()), WeightRole::Attention);
+    m.steps = _model.matrix(rowsOf(in, inner + m.channels(), m.heads), WeightRole::Attention);
+    m.output = _model.matrix(tensors.required(_block + "ssm_out.weight", {inner, width}), WeightRole::Attention);
+    m.conv = {_model.add({tensors.requiredFloats(_block + "ssm_conv1d.weight", {m.convWidth, m.channels()})},
+                         WeightRole::Vector, WeightForm::Transposed)};
+    m.convBias = this->floats("ssm_conv1d.bias", {m.channels()});
+    m.stepBias = floats("ssm_dt.bias", {m.heads});
+    m.rate = floats("ssm_a", {1, m.heads});
+    m.skip = floats("ssm_d", {1, m.heads});
+    m.norm = floats("ssm_norm.weight", {inner / m.groups, m.groups});
+    _layer.mamba = m;
     return *this;
 }
 

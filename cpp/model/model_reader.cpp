@@ -101,6 +101,11 @@ VectorId ModelReader::vector(const WeightSlice& slice, double factor) {
 
 bool ModelReader::hasExperts() const { return _metadata.integerOr(key("expert_count"), 0, 65536, 0) > 0; }
 
+bool hasKvHeads(const ModelReader& model, int64_t layer) {
+    const std::string key = model.key("attention.head_count_kv");
+    return model.metadata().integerAt(key, static_cast<size_t>(layer), 0, 65536) > 0;
+}
+
 void ModelReader::requireExperts() const {
     if (!hasExperts()) bad("metadata key '" + key("expert_count") + "' is missing");
 }
@@ -260,16 +265,16 @@ ModelSpec ModelReader::finish() {
                                              " layers, or no output head");
     }
     for (const LayerSpec* layer : _spec.loadedLayers()) {
-        const bool oneMixer = layer->attention.has_value() != layer->delta.has_value();
-        const bool both = layer->dense && layer->experts && layer->parallel && layer->ffnPostNorm;
-        const bool oneFeed = both || layer->dense.has_value() != layer->experts.has_value();
+        const int mixers = int{layer->attention.has_value()} + layer->delta.has_value() + layer->mamba.has_value();
+        const int feeds = int{layer->dense.has_value()} + layer->experts.has_value();
+        const bool sideBySide = feeds == 2 && layer->parallel && layer->ffnPostNorm;
         const bool normed =
-            layer->ffnNorm || (layer->dense && !layer->experts && (!layer->oneNorm || layer->mixerNorm));
-        if (!oneMixer || !oneFeed || !normed) {
-            throw Error(
-                ErrorKind::Internal,
-                "the reader of '" + _spec.architecture +
-                    "' has made a layer without exactly one mixer and one feed-forward part, or without a norm");
+            !feeds || layer->ffnNorm || (layer->dense && !layer->experts && (!layer->oneNorm || layer->mixerNorm));
+        if (mixers > 1 || (feeds > 1 && !sideBySide) || mixers + feeds == 0 || !normed) {
+            throw Error(ErrorKind::Internal,
+                        "the reader of '" + _spec.architecture +
+                            "' has made a layer with two mixers or two feed-forward parts, without any, or without a "
+                            "norm");
         }
     }
     if (_spec.normEpsilon < 0) _spec.normEpsilon = readEpsilon(_metadata, key(kRmsEpsilon));

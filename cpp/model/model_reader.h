@@ -125,8 +125,11 @@ private:
     int32_t _layer = -1;
 };
 
+// In models whose layers differ in this: whether the layer has attention. Throws Error(BadModel).
+bool hasKvHeads(const ModelReader& model, int64_t layer);
+
 // One layer. Its parts are to be read in the order of use: mixerNorm, a mixer, ffnNorm, a feed-forward part. Without a
-// norm, a part reads x as it is.
+// norm, a part reads x as it is. A layer may lack the mixer or the feed-forward part.
 class LayerReader {
 public:
     // Names are those behind "blk.N.", without ".weight".
@@ -136,6 +139,7 @@ public:
     // that DeepSeek V3's files give them.
     LayerReader& latentAttention(const AttentionParts& parts);
     LayerReader& gatedDelta(bool fusedSteps = false);
+    LayerReader& mamba();
     LayerReader& mixerPostNorm(const std::string& name);
     LayerReader& ffnNorm(const std::string& name);
     // In place of ffnNorm: the feed-forward part reads what the mixer reads.
@@ -162,7 +166,6 @@ private:
           _index(static_cast<size_t>(index)),
           _block("blk." + std::to_string(index) + ".") {}
     VectorId norm(const std::string& name, int64_t size);
-    VectorId normBias(const std::string& name);
     void readShape(AttentionSpec& a, const AttentionParts& parts);
     void readQkv(AttentionSpec& a, const AttentionParts& parts);
     void readBiases(AttentionSpec& a);

@@ -1,5 +1,6 @@
 // What a model is, as data: a list of weights, and a list of layers that name them. Each layer is a mixer and a
-// feed-forward part. Everything above this room works from a ModelSpec and never asks for an architecture's name.
+// feed-forward part, or one of them. Everything above this room works from a ModelSpec and never asks for an
+// architecture's name.
 #pragma once
 
 #include <cstdint>
@@ -98,6 +99,23 @@ struct GatedDeltaSpec {
     int64_t matrixState() const { return valueWidth() * headDim; }
 };
 
+// Mamba 2 (Dao and Gu, 2024): a matrix per head takes the place of a cache. core/rules/mamba.h has the equations.
+struct MambaSpec {
+    int32_t heads = 0, groups = 0;  // head h reads B and C of group h / (heads / groups)
+    int32_t headDim = 0, stateDim = 0;
+    int32_t convWidth = 0;  // inputs that the convolution sees, the present one included
+    MatrixId gate, mixed, steps, output;
+    VectorId conv;                  // transposed: [convWidth, channels], over x, B and C
+    VectorId convBias;              // [channels]; may be absent
+    VectorId stepBias, rate, skip;  // [heads]; rate is negative
+    VectorId norm;                  // [width], of each group by itself
+    int64_t width() const { return int64_t{heads} * headDim; }
+    int64_t channels() const { return width() + 2 * int64_t{groups} * stateDim; }
+    // The state of a sequence, in floats: the convolution's last inputs, and each head's matrix.
+    int64_t convState() const { return (convWidth - 1) * channels(); }
+    int64_t matrixState() const { return width() * stateDim; }
+};
+
 // A part without a gate has no `up`: its first matrix, which files call ffn_up, is `gate`, since the activation is
 // taken of its product (core/rules/activation.h). Experts and shared experts are alike in this.
 struct DenseFfnSpec {
@@ -153,17 +171,21 @@ struct LayerInputSpec {
 };
 
 struct LayerSpec {
-    VectorId mixerNorm, ffnNorm;             // absent: the part reads x as it is
-    VectorId mixerNormBias, ffnNormBias;     // of NormKind::Layer; may be absent
-    VectorId mixerPostNorm, ffnPostNorm;     // of what a part adds to x; may be absent
-    bool oneNorm = false;                    // the feed-forward part reads what the mixer reads; there is no ffnNorm
-    std::optional<AttentionSpec> attention;  // exactly one of the two
+    VectorId mixerNorm, ffnNorm;          // absent: the part reads x as it is
+    VectorId mixerNormBias, ffnNormBias;  // of NormKind::Layer; may be absent
+    VectorId mixerPostNorm, ffnPostNorm;  // of what a part adds to x; may be absent
+    bool oneNorm = false;                 // the feed-forward part reads what the mixer reads; there is no ffnNorm
+    // The mixer: at most one of the three. A layer may lack it, or the feed-forward part, but not both.
+    std::optional<AttentionSpec> attention;
     std::optional<GatedDeltaSpec> delta;
-    std::optional<DenseFfnSpec> dense;  // exactly one of the two, unless there are parallel norms
+    std::optional<MambaSpec> mamba;
+    // The feed-forward part: at most one of the two, unless there are parallel norms.
+    std::optional<DenseFfnSpec> dense;
     std::optional<ExpertFfnSpec> experts;
     std::optional<ParallelNorms> parallel;
     std::optional<LayerInputSpec> layerInput;
     VectorId outputScale;  // [1]: the layer's last step is x *= outputScale; may be absent
+    bool recurrent() const { return delta || mamba; }
 };
 
 // A layer that guesses the token after the next (multi-token prediction). Its input joins embeddingNorm(embedding of

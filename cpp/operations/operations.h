@@ -25,7 +25,7 @@ namespace sharpi {
 // Rows that products read.
 enum class RowInput : uint8_t {
     Normed,    // written by norm()
-    Attended,  // by attend() and deltaRule()
+    Attended,  // by attend(), deltaRule() and mamba()
     Hidden,    // by gatedLinear()
     Joined,    // by joinDraft(): [rows, 2 * embedding]
     // By takeRows(), in latent attention.
@@ -145,6 +145,16 @@ struct DeltaCall {
     int64_t channels() const { return 2 * keyWidth() + valueWidth(); }
 };
 
+// The parameters of one layer of Mamba 2; see MambaSpec.
+struct MambaCall {
+    int32_t heads = 0, groups = 0, headDim = 0, stateDim = 0, convWidth = 0;
+    const float *conv = nullptr, *convBias = nullptr;  // [convWidth, channels]; [channels] or nullptr
+    const float *stepBias = nullptr, *rate = nullptr, *skip = nullptr, *norm = nullptr;
+    float eps = 0;
+    int64_t width() const { return int64_t{heads} * headDim; }
+    int64_t channels() const { return width() + 2 * int64_t{groups} * stateDim; }
+};
+
 // How a layer's rows choose experts. RoutingSpec says what the members mean.
 struct RouterCall {
     NormCall norm;  // of the rows that the router reads
@@ -230,6 +240,10 @@ public:
     // Attended = headNorm(deltaRule(silu(conv(DeltaMixed)), DeltaAlpha, DeltaBeta)) * silu(DeltaGate). The sequences'
     // states move on, from and to the entries that the cache given to Backend::begin() names.
     virtual void deltaRule(const DeltaCall& call, const RecurrentLayer& state, const Weight& reader) = 0;
+
+    // Attended = what core/rules/mamba.h makes of MambaGate, MambaMixed and MambaSteps. The sequences' states move on,
+    // as in deltaRule().
+    virtual void mamba(const MambaCall& call, const RecurrentLayer& state, const Weight& reader) = 0;
 
     // Each row chooses its experts by RouterLogits. The shared expert, if there is one, is computed between route() and
     // experts(): it reads Normed, and its output goes to SharedOut.

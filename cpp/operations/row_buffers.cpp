@@ -25,6 +25,10 @@ int64_t RowBuffers::floats(RowBuffer buffer, const StepLimits& l) {
     case RowBuffer::DeltaAlpha:
     case RowBuffer::DeltaBeta: return rows * l.deltaHeads;
     case RowBuffer::DeltaSteps: return l.fusedDeltaSteps ? 2 * rows * l.deltaHeads : 0;
+    case RowBuffer::MambaMixed: return rows * l.mambaChannels;
+    case RowBuffer::MambaGate: return rows * l.mambaWidth;
+    case RowBuffer::MambaSteps:
+    case RowBuffer::MambaDecays: return rows * l.mambaHeads;
     case RowBuffer::RouterLogits: return rows * l.experts;
     case RowBuffer::Gate:
     case RowBuffer::Up: return std::max({rows * l.denseHidden, pairs * l.expertHidden, rows * l.sharedHidden});

@@ -31,6 +31,10 @@ enum class RowBuffer : uint8_t {
     DeltaAlpha,
     DeltaBeta,
     DeltaSteps,  // alphas and betas of one product: see DeltaCall::fusedSteps
+    MambaMixed,  // x, B and C of Mamba 2, before and after the convolution
+    MambaGate,
+    MambaSteps,  // each head's dt, then its step
+    MambaDecays,
     // Used by a feed-forward part.
     RouterLogits,
     Gate,  // one row for each row of the batch, or for each pair of a row and an expert that it chose

@@ -42,6 +42,13 @@ void addLimits(StepLimits& limits, const GatedDeltaSpec& d) {
     limits.deltaConvWidth = std::max(limits.deltaConvWidth, d.convWidth);
 }
 
+void addLimits(StepLimits& limits, const MambaSpec& m) {
+    limits.mambaChannels = std::max(limits.mambaChannels, m.channels());
+    limits.mambaWidth = std::max(limits.mambaWidth, m.width());
+    limits.mambaHeads = std::max(limits.mambaHeads, m.heads);
+    limits.mambaStateDim = std::max(limits.mambaStateDim, m.stateDim);
+}
+
 void addLimits(StepLimits& limits, const ExpertFfnSpec& f, int32_t layer) {
     limits.expertLayers.emplace_back(layer, f.routing.count);
     limits.experts = std::max(limits.experts, f.routing.count);
@@ -77,9 +84,9 @@ StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t
             const AttentionReach& reach = layer->attention->reach;
             if (reach.limited() && std::find(reaches.begin(), reaches.end(), reach) == reaches.end())
                 reaches.push_back(reach);
-        } else {
-            addLimits(limits, *layer->delta);
         }
+        if (layer->delta) addLimits(limits, *layer->delta);
+        if (layer->mamba) addLimits(limits, *layer->mamba);
         if (layer->dense) limits.denseHidden = std::max(limits.denseHidden, layer->dense->hidden);
         if (layer->experts) addLimits(limits, *layer->experts, number);
         limits.partOuts |= spec.partsApart(*layer);
@@ -89,8 +96,8 @@ StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t
     limits.pageLists = 1 + static_cast<int32_t>(reaches.size());
     // A draft's input is two joined rows.
     limits.maxCols = std::max({(limits.drafts ? 2 : 1) * limits.embedding, limits.queryWidth, limits.queryRank,
-                               limits.headValueWidth, limits.deltaWidth, limits.denseHidden, limits.expertHidden,
-                               limits.sharedHidden});
+                               limits.headValueWidth, limits.deltaWidth, limits.mambaWidth, limits.denseHidden,
+                               limits.expertHidden, limits.sharedHidden});
     for (const TensorInfo& t : tensors.all()) limits.floatWeights |= t.type == DType::F32 && t.shape.size() > 1;
     return limits;
 }

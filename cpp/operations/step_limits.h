@@ -33,6 +33,8 @@ struct StepLimits {
     int64_t gatedQueryWidth = 0;                 // queries and their gates; 0: no gates
     int64_t deltaChannels = 0, deltaWidth = 0;   // Gated DeltaNet: of q, k and v; of v
     int32_t deltaHeads = 0, deltaDim = 0, deltaConvWidth = 0;
+    int64_t mambaChannels = 0, mambaWidth = 0;  // Mamba 2: of x, B and C; of x
+    int32_t mambaHeads = 0, mambaStateDim = 0;
     bool fusedDeltaSteps = false;  // alphas and betas come from one product
     bool partOuts = false;         // some part is not added to x as it is: see RowBuffer::PartOut
     bool parallelParts = false;    // some layer has a dense part beside its experts

@@ -78,8 +78,10 @@ size_t kvBytesRead(const ModelSpec& spec, KvType type, int64_t tokens) {
 std::vector<RecurrentShape> recurrentShapes(const ModelSpec& spec) {
     std::vector<RecurrentShape> shapes;
     for (const LayerSpec* layer : spec.loadedLayers()) {
-        shapes.push_back(layer->delta ? RecurrentShape{layer->delta->convState(), layer->delta->matrixState()}
-                                      : RecurrentShape());
+        RecurrentShape shape;
+        if (layer->delta) shape = {layer->delta->convState(), layer->delta->matrixState()};
+        if (layer->mamba) shape = {layer->mamba->convState(), layer->mamba->matrixState()};
+        shapes.push_back(shape);
     }
     return shapes;
 }

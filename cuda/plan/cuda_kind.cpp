@@ -56,7 +56,9 @@ public:
                 require(!a.latent, "latent attention");
                 cuda::requireHeads({a.heads, a.kvHeads, a.headDim});
                 requireNorms(a);
-            } else {
+            }
+            require(!layer->mamba, "Mamba 2");
+            if (layer->delta) {
                 const GatedDeltaSpec& d = *layer->delta;
                 cuda::requireDelta({d.keyHeads, d.valueHeads, d.headDim, d.convWidth});
             }

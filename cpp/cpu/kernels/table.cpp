@@ -26,6 +26,7 @@ static const Kernels kTable = {
     attention,
     convSilu,
     deltaRule,
+    scan,
 };
 
 const Kernels& table() { return kTable; }

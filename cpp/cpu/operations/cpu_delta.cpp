@@ -3,33 +3,11 @@
 
 #include "core/portable.h"
 #include "cpu/operations/cpu_operations.h"
+#include "cpu/operations/cpu_recurrence.h"
 
 namespace sharpi {
 
 namespace {
-
-constexpr int64_t kChannelPiece = 512;  // of the convolution
-constexpr int32_t kColumnPiece = 64;    // of a head's matrix
-
-// Each piece of channels goes through a sequence's rows in order, from state to state.
-void convolve(CpuWork& work, const DeltaCall& call, const RecurrentLayer& state) {
-    const int64_t channels = call.channels(), pieces = (channels + kChannelPiece - 1) / kChannelPiece;
-    work.pool.run(pieces * static_cast<int64_t>(work.sequences.size()), [&](int64_t i, int) {
-        const SequenceRows& sequence = work.sequences[static_cast<size_t>(i / pieces)];
-        const int64_t begin = i % pieces * kChannelPiece;
-        for (const StateStep& step : sequence.steps) {
-            cpu::ConvArgs args;
-            args.x = work.at(RowBuffer::DeltaMixed) + (sequence.begin + step.begin) * channels;
-            args.rows = step.end - step.begin;
-            args.channels = channels;
-            args.weight = call.conv;
-            args.width = call.convWidth;
-            args.from = step.from < 0 ? nullptr : state.convOf(step.from);
-            args.to = state.convOf(step.to);
-            work.kernels.convSilu(args, begin, std::min(begin + kChannelPiece, channels));
-        }
-    });
-}
 
 void splitSteps(CpuWork& work, const DeltaCall& call) {
     const int64_t heads = call.valueHeads, group = heads / call.keyHeads;
@@ -65,34 +43,25 @@ void prepareDelta(CpuWork& work, const DeltaCall& call) {
 }
 
 void updateStates(CpuWork& work, const DeltaCall& call, const RecurrentLayer& state) {
-    const int64_t channels = call.channels(), keyWidth = int64_t{call.keyHeads} * call.headDim,
-                  width = int64_t{call.valueHeads} * call.headDim;
-    const int64_t pieces = (call.headDim + kColumnPiece - 1) / kColumnPiece, perSequence = call.valueHeads * pieces;
-    work.pool.run(perSequence * static_cast<int64_t>(work.sequences.size()), [&](int64_t i, int worker) {
-        const SequenceRows& sequence = work.sequences[static_cast<size_t>(i / perSequence)];
-        const auto head = static_cast<int32_t>(i % perSequence / pieces);
-        const auto begin = static_cast<int32_t>(i % pieces) * kColumnPiece;
-        const int64_t matrix = int64_t{head} * call.headDim * call.headDim;
-        for (const StateStep& step : sequence.steps) {
-            const int64_t row = sequence.begin + step.begin;
-            const float* mixed = work.at(RowBuffer::DeltaMixed) + row * channels;
-            cpu::DeltaArgs args;
-            args.q = mixed + int64_t{call.keyHeadOf(head)} * call.headDim;
-            args.k = args.q + keyWidth;
-            args.v = mixed + 2 * keyWidth + int64_t{head} * call.headDim;
-            args.rowStride = channels;
-            args.decay = work.at(RowBuffer::DeltaAlpha) + row * call.valueHeads + head;
-            args.step = work.at(RowBuffer::DeltaBeta) + row * call.valueHeads + head;
-            args.stepStride = call.valueHeads;
-            args.out = work.floats(work.scratch().attended) + row * width + int64_t{head} * call.headDim;
-            args.outStride = width;
-            args.rows = step.end - step.begin;
-            args.dim = call.headDim;
-            args.from = step.from < 0 ? nullptr : state.matrixOf(step.from) + matrix;
-            args.to = state.matrixOf(step.to) + matrix;
-            work.kernels.deltaRule(args, begin, std::min(begin + kColumnPiece, call.headDim),
-                                   work.threadScratch(worker));
-        }
+    const int64_t channels = call.channels(), width = call.valueWidth(), heads = call.valueHeads;
+    forHeads(work, {call.valueHeads, call.headDim, call.headDim}, state, [&](const HeadPart& part, void* scratch) {
+        const float* const mixed = work.at(RowBuffer::DeltaMixed) + part.firstRow * channels;
+        const int64_t ofHead = part.firstRow * heads + part.head, column = int64_t{part.head} * call.headDim;
+        cpu::DeltaArgs args;
+        args.q = mixed + int64_t{call.keyHeadOf(part.head)} * call.headDim;
+        args.k = args.q + call.keyWidth();
+        args.v = mixed + 2 * call.keyWidth() + column;
+        args.rowStride = channels;
+        args.decay = work.at(RowBuffer::DeltaAlpha) + ofHead;
+        args.step = work.at(RowBuffer::DeltaBeta) + ofHead;
+        args.stepStride = heads;
+        args.out = work.floats(work.scratch().attended) + part.firstRow * width + column;
+        args.outStride = width;
+        args.rows = part.rows;
+        args.dim = call.headDim;
+        args.from = part.from;
+        args.to = part.to;
+        work.kernels.deltaRule(args, part.begin, part.end, scratch);
     });
 }
 
@@ -100,7 +69,7 @@ void updateStates(CpuWork& work, const DeltaCall& call, const RecurrentLayer& st
 
 void CpuOperations::deltaRule(const DeltaCall& call, const RecurrentLayer& state, const Weight&) {
     float *const attended = _work.floats(_work.scratch().attended), *const gate = _work.at(RowBuffer::DeltaGate);
-    convolve(_work, call, state);
+    convolve(_work, {RowBuffer::DeltaMixed, call.channels(), call.convWidth, call.conv}, state);
     if (call.fusedSteps) splitSteps(_work, call);
     prepareDelta(_work, call);
     updateStates(_work, call, state);

@@ -1,5 +1,5 @@
 // See cpu_operations.h. Rows, products and the output head; attention is in cpu_attention.cpp, Gated DeltaNet in
-// cpu_delta.cpp.
+// cpu_delta.cpp, Mamba 2 in cpu_mamba.cpp.
 #include "cpu/operations/cpu_operations.h"
 
 #include <cstring>

@@ -1,12 +1,12 @@
-// Granite 3 and 4 without Mamba layers: Llama's layers with scales on embeddings, attention, what each part adds, and
-// logits.
+// Granite 3 and 4: Llama's layers with scales on embeddings, attention, what each part adds, and logits. In hybrids,
+// most layers have Mamba 2 for attention.
 #include "model/architecture.h"
 
 namespace sharpi {
 
 namespace {
 
-void read(ModelReader& model) {
+void readModel(ModelReader& model, bool hybrid) {
     const Metadata& md = model.metadata();
     model.scales(ModelReader::LogitScale::Divides);
     AttentionParts attention;
@@ -17,11 +17,27 @@ void read(ModelReader& model) {
     ExpertParts experts;
     if (md.integerOr(model.key("expert_shared_feed_forward_length"), 0, INT32_MAX, 0) > 0)
         experts.shared = ExpertParts::Shared::Plain;
-    model.uniformLayers(attention, experts);
+    if (!hybrid) return model.uniformLayers(attention, experts);
+    for (int64_t i = 0; i < model.layers(); ++i) {
+        LayerReader layer = model.layer();
+        layer.mixerNorm("attn_norm");
+        if (hasKvHeads(model, i)) layer.attention(attention);
+        else layer.mamba();
+        layer.ffnNorm("ffn_norm");
+        if (model.hasExperts()) layer.experts(experts);
+        else layer.dense();
+    }
+    model.head();
 }
+
+void read(ModelReader& model) { readModel(model, false); }
+
+void readHybrid(ModelReader& model) { readModel(model, true); }
 
 }  // namespace
 
-SHARPI_FAMILY(granite) { return {{"granite", read}, {"granitemoe", read, Experts::Always}}; }
+SHARPI_FAMILY(granite) {
+    return {{"granite", read}, {"granitemoe", read, Experts::Always}, {"granitehybrid", readHybrid}};
+}
 
 }  // namespace sharpi

@@ -1,9 +1,12 @@
-// Llama 2 and 3, Mistral, SmolLM2 and others of their shape. Mixtral's models are mixtures under the same name.
+// Llama 2 and 3, Mistral, SmolLM2 and others of their shape. Mixtral's models are mixtures under the same name. SmolLM3
+// has the same layers, except that every fourth one embeds no positions.
 #include "model/architecture.h"
 
 namespace sharpi {
 
 namespace {
+
+constexpr int64_t kSmolInterval = 4;  // no metadata key gives it
 
 void read(ModelReader& model) {
     AttentionParts attention;
@@ -11,8 +14,18 @@ void read(ModelReader& model) {
     model.uniformLayers(attention, {});
 }
 
+void readSmol(ModelReader& model) {
+    AttentionParts with, without;
+    with.rope = model.rope(RopeSpec::Pairing::Adjacent);
+    for (int64_t i = 0; i < model.layers(); ++i) {
+        const AttentionParts& attention = (i + 1) % kSmolInterval == 0 ? without : with;
+        model.layer().mixerNorm("attn_norm").attention(attention).ffnNorm("ffn_norm").dense();
+    }
+    model.head();
+}
+
 }  // namespace
 
-SHARPI_FAMILY(llama) { return {{"llama", read}}; }
+SHARPI_FAMILY(llama) { return {{"llama", read}, {"smollm3", readSmol}}; }
 
 }  // namespace sharpi

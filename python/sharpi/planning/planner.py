@@ -198,7 +198,10 @@ def saved_plan(path: str | os.PathLike[str], file: GgufFile, spec: Spec) -> Plan
 
 
 def _faster(request: Request, found: Gpu) -> Plan:
-    """The GPU if the model fits, else the device that decodes faster."""
+    """The GPU if the model fits, else the device that decodes faster; the CPU if the GPU cannot run the model."""
+    refusal = request.spec.refusal("cuda")
+    if refusal:
+        return _on_cpu(request, refusal.removesuffix("; device cpu can"), found)
     there = _on_gpu(request, "the model fits into its memory", found)
     if not there.fits:
         return _on_cpu(request, there.shortage().removesuffix("; --device cpu runs it from RAM"), found)

@@ -71,6 +71,10 @@ class Spec(Protocol):
         """Multiplications of queries with keys for the last of `tokens` tokens."""
         ...
 
+    def refusal(self, device: str) -> str:
+        """Why this kind of device cannot run the model; empty if it can."""
+        ...
+
     def memory_lines(self, options: EngineOptions) -> list[tuple[str, int]]:
         """(what, bytes) in the order of allocation: "token embedding", "layer 0" and on, "prediction layer" if there
         is one, "output head", "KV cache", "scratch", "graphs"; "streaming" if a weight is fetched, "expert slots"

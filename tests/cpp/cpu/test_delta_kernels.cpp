@@ -49,15 +49,16 @@ struct Result {
 struct Conv {
     int64_t rows, channels;
     int32_t width;
-    std::vector<float> x, weight, state;
+    std::vector<float> x, weight, state, bias;  // bias: empty: none
 
-    Conv(int64_t rows, int64_t channels, int32_t width, unsigned seed)
+    Conv(int64_t rows, int64_t channels, int32_t width, unsigned seed, bool biased)
         : rows(rows),
           channels(channels),
           width(width),
           x(randomFloats(rows * channels, seed, 2.0f)),
           weight(randomFloats(width * channels, seed + 1)),
-          state(randomFloats((width - 1) * channels, seed + 2)) {}
+          state(randomFloats((width - 1) * channels, seed + 2)),
+          bias(randomFloats(biased ? channels : 0, seed + 3)) {}
 
     Result run(const Kernels& table, const std::vector<int64_t>& pieces, int64_t grain, bool fresh) const {
         Result result{x, fresh ? std::vector<float>(state.size(), kPoison) : state};
@@ -68,6 +69,7 @@ struct Conv {
             args.rows = count;
             args.channels = channels;
             args.weight = weight.data();
+            args.bias = bias.empty() ? nullptr : bias.data();
             args.width = width;
             args.from = fresh && done == 0 ? nullptr : result.state.data();
             args.to = result.state.data();
@@ -82,7 +84,7 @@ struct Conv {
         std::vector<double> out;
         for (int64_t t = 0; t < rows; ++t) {
             for (int64_t c = 0; c < channels; ++c) {
-                double sum = 0;
+                double sum = bias.empty() ? 0.0 : bias[static_cast<size_t>(c)];
                 for (int32_t w = 0; w < width; ++w) {
                     const int64_t from = t - width + 1 + w;
                     const double before = fresh      ? 0.0
@@ -102,7 +104,7 @@ TEST(ConvSilu, IsRightAndTheSameHoweverItIsCut) {
     unsigned seed = 0;
     for (const int32_t width : {2, 4, 7}) {
         for (const int64_t channels : {1, 16, 53, 96}) {
-            const Conv conv(11, channels, width, seed += 10);
+            const Conv conv(11, channels, width, seed += 10, channels % 2 != 0);
             for (const bool fresh : {true, false}) {
                 const Result first = conv.run(*tables()[0], {11}, channels, fresh);
                 expectClose(first.out, conv.reference(fresh), 2e-6, "conv");
@@ -148,7 +150,7 @@ struct Delta {
     Result run(const Kernels& table, const std::vector<int64_t>& pieces, int32_t grain, bool fresh) const {
         Result result{std::vector<float>(static_cast<size_t>(rows * dim), kPoison),
                       fresh ? std::vector<float>(state.size(), kPoison) : state};
-        std::vector<float> scratch(cpu::deltaScratchBytes(dim) / sizeof(float) + 16, kPoison);
+        std::vector<float> scratch(cpu::stateScratchBytes(dim) / sizeof(float) + 16, kPoison);
         auto* aligned = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
         int64_t done = 0;
         for (const int64_t count : pieces) {

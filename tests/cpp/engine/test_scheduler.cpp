@@ -21,7 +21,7 @@ using namespace tiny;
 std::vector<Options> models() {
     Options experts;
     experts.architecture = "qwen3moe";
-    std::vector<Options> all{gpuVariants()[0], experts, hybrids()[0], predicting()[1]};
+    std::vector<Options> all{gpuVariants()[0], experts, hybrids()[0], predicting()[1], mambas()[2]};
     Options windows;
     windows.architecture = "gemma3";
     windows.layers = family("gemma3").layers;

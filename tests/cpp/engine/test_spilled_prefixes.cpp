@@ -30,8 +30,10 @@ struct Kind {
     int64_t step;
 };
 
-// A model whose layers see everything, and one with states.
-std::vector<Kind> kinds() { return {{"plain", gpuVariants()[0], 1}, {"hybrid", hybrids()[0], kPromptTile}}; }
+// A model whose layers see everything, and two with states.
+std::vector<Kind> kinds() {
+    return {{"plain", gpuVariants()[0], 1}, {"hybrid", hybrids()[0], kPromptTile}, {"mamba", mambas()[2], kPromptTile}};
+}
 
 class World {
 public:

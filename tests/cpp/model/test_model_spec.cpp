@@ -38,6 +38,56 @@ void expectSpoiled(const tiny::Options& options, const std::string& part,
     expectBadModel(part, [&] { model.spec(); });
 }
 
+void expectAttention(const tiny::Options& o, const ModelSpec& spec, size_t i) {
+    const tiny::Family& arch = tiny::family(o.architecture);
+    const LayerSpec& layer = spec.layers.at(i);
+    const auto listed = [&spec](auto id) { return spec.weights.at(static_cast<size_t>(id.index)); };
+    const AttentionSpec& a = *layer.attention;
+    EXPECT_EQ(a.gated, arch.hybrid);
+    const int64_t dim = o.headDim * (arch.gemma4 && i % 2 == 1 ? 2 : 1);
+    const int64_t queryDim = arch.latent ? dim + o.plainDim : dim;
+    EXPECT_EQ(a.queryDim(), queryDim);
+    EXPECT_EQ(listed(a.q).slice().rows, o.heads * queryDim * (arch.hybrid ? 2 : 1));
+    EXPECT_EQ(a.heads, o.heads);
+    EXPECT_EQ(a.kvHeads, arch.latent ? 1 : o.kvHeads);
+    EXPECT_EQ(a.headDim, arch.latent ? o.latentRank + dim : dim);
+    EXPECT_EQ(a.valueDim(), arch.latent ? o.valueDim : dim);
+    EXPECT_FLOAT_EQ(a.scale, arch.gemma4 ? 1.0f : 1.0f / std::sqrt(static_cast<float>(queryDim)));
+    ASSERT_EQ(a.latent.has_value(), arch.latent);
+    if (a.latent) {
+        EXPECT_EQ(listed(a.latent->keyUp).slice().rows, o.joinedUp ? o.plainDim : o.heads * o.latentRank);
+        EXPECT_EQ(listed(a.latent->valueUp).slice().rows, o.joinedUp ? o.valueDim : o.heads * o.valueDim);
+        EXPECT_EQ(bool(a.latent->queryDown), o.queryRank > 0);
+    }
+    EXPECT_EQ(a.qkNorm, arch.embedsPositions(static_cast<int64_t>(i)) ? arch.qkNorm : QkNorm::None);
+    ASSERT_EQ(a.rope >= 0, arch.embedsPositions(static_cast<int64_t>(i))) << "layer " << i;
+    if (a.rope >= 0) {
+        EXPECT_EQ(spec.ropes.at(static_cast<size_t>(a.rope)).pairing, arch.pairing);
+        EXPECT_EQ(spec.ropes.at(static_cast<size_t>(a.rope)).dims, dim);
+    }
+    EXPECT_EQ(static_cast<bool>(a.qBias), o.biases);
+    EXPECT_EQ(static_cast<bool>(a.qNorm), arch.qkNorm != QkNorm::None && arch.normWeights);
+}
+
+void expectFeedForward(const tiny::Options& o, const LayerSpec& layer, int64_t number) {
+    const tiny::Family& arch = tiny::family(o.architecture);
+    const bool mixture = o.experts > 0 || arch.mixture;
+    const bool sparse = mixture && number >= o.denseFirst && (!o.denseEvery || (number + 1) % o.denseEvery == 0);
+    EXPECT_EQ(layer.experts.has_value(), sparse);
+    EXPECT_EQ(layer.dense.has_value(), !sparse || arch.gemma4);
+    if (sparse) {
+        EXPECT_EQ(layer.experts->routing.count, o.experts ? o.experts : 4);
+        EXPECT_EQ(layer.experts->routing.used, o.used);
+        EXPECT_EQ(layer.experts->routing.renormalize, arch.renormalized);
+        EXPECT_EQ(layer.experts->routing.gating == Gating::Sigmoid, arch.sigmoids || o.architecture == "llama4");
+        EXPECT_EQ(bool(layer.experts->routing.choiceBias), arch.sigmoids);
+        EXPECT_EQ(layer.experts->hidden, o.hidden);
+        EXPECT_EQ(layer.experts->shared.has_value(), arch.hybrid || arch.plainShared);
+    } else {
+        EXPECT_EQ(layer.dense->hidden, o.hidden);
+    }
+}
+
 TEST(ModelSpec, ReadsEveryArchitecture) {
     std::vector<std::string> names;
     for (const tiny::Options& o : tiny::variants()) {
@@ -57,60 +107,30 @@ TEST(ModelSpec, ReadsEveryArchitecture) {
         ASSERT_EQ(static_cast<int64_t>(spec.layers.size()), o.layers);
         for (size_t i = 0; i < spec.layers.size(); ++i) {
             const LayerSpec& layer = spec.layers[i];
-            const bool attends = !arch.hybrid || (i + 1) % static_cast<size_t>(o.interval) == 0;
-            ASSERT_EQ(layer.attention.has_value(), attends);
-            ASSERT_EQ(layer.delta.has_value(), !attends);
-            if (!attends) {
+            const auto number = static_cast<int64_t>(i);
+            const bool updates = arch.hybrid && (number + 1) % o.interval != 0;
+            ASSERT_EQ(layer.attention.has_value(), arch.attends(number) && !updates);
+            ASSERT_EQ(layer.delta.has_value(), updates);
+            ASSERT_EQ(layer.mamba.has_value(), arch.scans(number));
+            ASSERT_EQ(layer.dense || layer.experts, arch.feeds(number));
+            if (layer.mamba) {
+                EXPECT_EQ(layer.mamba->groups, o.keyHeads);
+                EXPECT_EQ(layer.mamba->heads, o.valueHeads);
+                EXPECT_EQ(layer.mamba->headDim, o.mambaDim);
+                EXPECT_EQ(layer.mamba->stateDim, o.deltaDim);
+                EXPECT_EQ(layer.mamba->convState(),
+                          (o.convWidth - 1) * (o.valueHeads * o.mambaDim + 2 * o.keyHeads * o.deltaDim));
+                EXPECT_EQ(layer.mamba->matrixState(), o.valueHeads * o.mambaDim * o.deltaDim);
+            }
+            if (layer.delta) {
                 EXPECT_EQ(layer.delta->keyHeads, o.keyHeads);
                 EXPECT_EQ(layer.delta->valueHeads, o.valueHeads);
                 EXPECT_EQ(layer.delta->headDim, o.deltaDim);
                 EXPECT_EQ(layer.delta->convState(), (o.convWidth - 1) * (2 * o.keyHeads + o.valueHeads) * o.deltaDim);
                 EXPECT_EQ(layer.delta->matrixState(), o.valueHeads * o.deltaDim * o.deltaDim);
-                continue;
             }
-            const AttentionSpec& a = *layer.attention;
-            EXPECT_EQ(a.gated, arch.hybrid);
-            const int64_t dim = o.headDim * (arch.gemma4 && i % 2 == 1 ? 2 : 1);
-            const int64_t queryDim = arch.latent ? dim + o.plainDim : dim;
-            EXPECT_EQ(a.queryDim(), queryDim);
-            EXPECT_EQ(listed(a.q).slice().rows, o.heads * queryDim * (arch.hybrid ? 2 : 1));
-            EXPECT_EQ(a.heads, o.heads);
-            EXPECT_EQ(a.kvHeads, arch.latent ? 1 : o.kvHeads);
-            EXPECT_EQ(a.headDim, arch.latent ? o.latentRank + dim : dim);
-            EXPECT_EQ(a.valueDim(), arch.latent ? o.valueDim : dim);
-            EXPECT_FLOAT_EQ(a.scale, arch.gemma4 ? 1.0f : 1.0f / std::sqrt(static_cast<float>(queryDim)));
-            ASSERT_EQ(a.latent.has_value(), arch.latent);
-            if (a.latent) {
-                EXPECT_EQ(listed(a.latent->keyUp).slice().rows, o.joinedUp ? o.plainDim : o.heads * o.latentRank);
-                EXPECT_EQ(listed(a.latent->valueUp).slice().rows, o.joinedUp ? o.valueDim : o.heads * o.valueDim);
-                EXPECT_EQ(bool(a.latent->queryDown), o.queryRank > 0);
-            }
-            EXPECT_EQ(a.qkNorm, arch.embedsPositions(static_cast<int64_t>(i)) ? arch.qkNorm : QkNorm::None);
-            ASSERT_EQ(a.rope >= 0, arch.embedsPositions(static_cast<int64_t>(i))) << "layer " << i;
-            if (a.rope >= 0) {
-                EXPECT_EQ(spec.ropes.at(static_cast<size_t>(a.rope)).pairing, arch.pairing);
-                EXPECT_EQ(spec.ropes.at(static_cast<size_t>(a.rope)).dims, dim);
-            }
-            EXPECT_EQ(static_cast<bool>(a.qBias), o.biases);
-            EXPECT_EQ(static_cast<bool>(a.qNorm), arch.qkNorm != QkNorm::None && arch.normWeights);
-            const bool mixture = o.experts > 0 || arch.mixture;
-            const auto number = static_cast<int64_t>(i);
-            const bool sparse =
-                mixture && number >= o.denseFirst && (!o.denseEvery || (number + 1) % o.denseEvery == 0);
-            EXPECT_EQ(layer.experts.has_value(), sparse);
-            EXPECT_EQ(layer.dense.has_value(), !sparse || arch.gemma4);
-            if (sparse) {
-                EXPECT_EQ(layer.experts->routing.count, o.experts ? o.experts : 4);
-                EXPECT_EQ(layer.experts->routing.used, o.used);
-                EXPECT_EQ(layer.experts->routing.renormalize, arch.renormalized);
-                EXPECT_EQ(layer.experts->routing.gating == Gating::Sigmoid,
-                          arch.sigmoids || o.architecture == "llama4");
-                EXPECT_EQ(bool(layer.experts->routing.choiceBias), arch.sigmoids);
-                EXPECT_EQ(layer.experts->hidden, o.hidden);
-                EXPECT_EQ(layer.experts->shared.has_value(), arch.hybrid || arch.plainShared);
-            } else {
-                EXPECT_EQ(layer.dense->hidden, o.hidden);
-            }
+            if (layer.attention) expectAttention(o, spec, i);
+            if (layer.dense || layer.experts) expectFeedForward(o, layer, number);
         }
         names.push_back(o.architecture);
     }
@@ -378,6 +398,34 @@ TEST(ModelSpec, HybridsNameWhatIsWrong) {
     expectSpoiled(o, "'blk.0.ssm_conv1d.weight' must be", [](tiny::Model& m) {
         m.tensor("blk.0.ssm_conv1d.weight").type = DType::Q8_0;
         m.reshape("blk.0.ssm_conv1d.weight", {32, 128});
+    });
+}
+
+TEST(ModelSpec, MambaNamesWhatIsWrong) {
+    const tiny::Options o = tiny::mambas()[0];
+    const auto key = [](const std::string& rest) { return "granitehybrid.ssm." + rest; };
+    const std::vector<std::pair<std::string, int64_t>> wrong = {
+        {"group_count", 0}, {"group_count", 3},   {"time_step_rank", 0}, {"time_step_rank", 65537},
+        {"state_size", 0},  {"state_size", 5000}, {"inner_size", 95},    {"inner_size", 0},
+        {"conv_kernel", 1}, {"conv_kernel", 65}};
+    for (const auto& [name, value] : wrong) {
+        SCOPED_TRACE(name + " " + std::to_string(value));
+        // Heads that are no multiple of groups are told of where either is named.
+        const std::string named = name == "group_count" && value == 3 ? name : key(name);
+        expectSpoiled(o, named, [&, name = name, value = value](tiny::Model& m) { m.metadata[key(name)] = value; });
+    }
+    for (const char* name : {"group_count", "time_step_rank", "state_size", "inner_size", "conv_kernel"})
+        expectSpoiled(o, key(name), [&](tiny::Model& m) { m.metadata.erase(key(name)); });
+    expectSpoiled(o, "'blk.0.ssm_conv1d.bias' has shape",
+                  [](tiny::Model& m) { m.reshape("blk.0.ssm_conv1d.bias", {3}); });
+    tiny::Model plain(o);
+    plain.erase("blk.0.ssm_conv1d.bias");
+    EXPECT_FALSE(plain.spec().layers[0].mamba->convBias);
+    expectSpoiled(tiny::mambas()[2], "experts read a latent row",
+                  [](tiny::Model& m) { m.metadata["nemotron_h_moe.moe_latent_size"] = int64_t{32}; });
+    // A layer whose heads of keys are 0 has no attention.
+    expectSpoiled(o, "'blk.1.ssm_in.weight' is missing", [&](tiny::Model& m) {
+        m.metadata["granitehybrid.attention.head_count_kv"] = std::vector<double>{0, 0, 0};
     });
 }
 

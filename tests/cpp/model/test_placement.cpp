@@ -67,6 +67,7 @@ TEST(TensorUses, ComeInTheOrderOfAToken) {
 std::vector<tiny::Options> variantsAndPredictions() {
     std::vector<tiny::Options> all = tiny::variants();
     for (tiny::Options o : tiny::hybrids()) {
+        if (tiny::family(o.architecture).mamba) continue;
         o.predictions = 1;
         all.push_back(o);
     }
@@ -152,8 +153,8 @@ bool goTogether(const TensorInfo& a, const TensorInfo& b) {
 Home homeOf(const tiny::Model& model, const Homes& homes, size_t tensor) {
     const TensorInfo& t = model.tensors[tensor];
     const auto has = [&t](const char* part) { return t.name.find(part) != std::string::npos; };
-    if (homes.empty() || t.shape.size() == 1 || has("ssm_conv1d") || has("attn_kv_b") || has(".bias"))
-        return Home::Vram;
+    const bool small = t.shape.size() == 1 || !has(".weight") || has("ssm_conv1d") || has("ssm_norm");
+    if (homes.empty() || small || has("attn_kv_b")) return Home::Vram;
     bool away = homes[tensor].home != Home::Vram;
     for (size_t i = 0; i < homes.size(); ++i) away |= goTogether(model.tensors[i], t) && homes[i].home != Home::Vram;
     return !away ? Home::Vram : isStack(t) ? Home::Slots : Home::Direct;

@@ -35,6 +35,9 @@ public:
     void deltaRule(const DeltaCall& call, const RecurrentLayer& state, const Weight& reader) override {
         _to.deltaRule(call, state, reader);
     }
+    void mamba(const MambaCall& call, const RecurrentLayer& state, const Weight& reader) override {
+        _to.mamba(call, state, reader);
+    }
     void route(const ExpertCall& call) override { _to.route(call); }
     void experts(const ExpertCall& call) override { _to.experts(call); }
     void joinDraft(const Weight& table, const float* norms, const float* sourceNorm, float eps,

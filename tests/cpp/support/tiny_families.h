@@ -1,4 +1,5 @@
-// What the known architectures are, as their models' own code has it; see tiny_model.h.
+// What the known architectures are, as their models' own code has it, and what a tiny model of one has; see
+// tiny_model.h.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +10,8 @@
 #include "model/model_spec.h"
 
 namespace tiny {
+
+using sharpi::DType;
 
 // What the known architectures are, as their models' own code has it. It says what the readers in model/architectures/
 // must find, and what files to write for them.
@@ -34,8 +37,13 @@ struct Family {
     bool scales = false;           // of embeddings, of what each part adds, and of logits
     bool latent = false;           // latent attention: see Model::addLatentAttention
     bool sigmoids = false;         // experts are chosen by sigmoids with a bias; the layers may predict too
+    bool mamba = false;            // layers of Mamba 2 between those of attention
+    bool oneParts = false;         // a layer is one of three, in turn: Mamba 2, attention, a feed-forward part
     bool gemma4 = false;           // larger heads in every second layer, which has no values; and Options::layerInputs
     bool embedsPositions(int64_t layer) const { return !withoutPositions || (layer + 1) % withoutPositions; }
+    bool scans(int64_t layer) const { return mamba && layer % (oneParts ? 3 : 2) == 0; }
+    bool attends(int64_t layer) const { return !scans(layer) && (!oneParts || layer % 3 == 1); }
+    bool feeds(int64_t layer) const { return !oneParts || layer % 3 == 2; }
     const char* ffnNorm() const { return hybrid || sinks || sigmoids ? "post_attention_norm" : "ffn_norm"; }
 };
 
@@ -93,6 +101,17 @@ inline const std::vector<Family>& families() {
         add("arcee", Pairing::Adjacent, QkNorm::None).gated = false;
         Family& glm = add("glm4moe", Pairing::Halves, QkNorm::None);
         glm.mixture = glm.plainShared = glm.sigmoids = true;
+        Family& hybrid = add("granitehybrid", Pairing::Adjacent, QkNorm::None);
+        hybrid.mamba = hybrid.scales = hybrid.plainShared = true;
+        hybrid.layers = 3;
+        for (const char* name : {"nemotron_h", "nemotron_h_moe"}) {
+            Family& nemotron = add(name, Pairing::Adjacent, QkNorm::None);
+            nemotron.mamba = nemotron.oneParts = nemotron.plainShared = true;
+            nemotron.gated = false;
+            nemotron.layers = 5;
+            nemotron.withoutPositions = 1;
+            nemotron.mixture = nemotron.sigmoids = name == std::string("nemotron_h_moe");
+        }
         for (const char* name : {"deepseek2", "mistral4"}) {
             Family& latent = add(name, Pairing::Adjacent, QkNorm::None);
             latent.mixture = latent.plainShared = latent.latent = true;
@@ -107,6 +126,54 @@ inline const Family& family(const std::string& name) {
     for (const Family& f : families())
         if (name == f.name) return f;
     throw std::runtime_error("no architecture " + name);
+}
+
+constexpr int64_t kWindow = 8;
+
+struct Options {
+    std::string architecture = "llama";
+    DType matrices = DType::Q8_0;  // F32, Q8_0 or Q4_0
+    int64_t layers = 2, embedding = 64, heads = 4, kvHeads = 2, headDim = 16, hidden = 96, vocab = 77, context = 300;
+    int64_t experts = 0, used = 2;  // each expert has `hidden` rows; 0: dense
+    std::vector<DType> mixed;  // types that the feed-forward matrices of all layers take in turn; empty: `matrices`
+    // For hybrids: every `interval`-th layer has attention, the others have these heads.
+    int64_t interval = 2, keyHeads = 2, valueHeads = 4, deltaDim = 16, convWidth = 4, predictions = 0;
+    int64_t mambaDim =
+        24;  // the size of a head of Mamba 2, which has keyHeads groups, valueHeads heads, deltaDim states
+    bool fusedQkv = false, fusedExperts = false, biases = false, tied = false;
+    int64_t layerInputs = 0;  // the width of per-layer embeddings
+    int64_t sharedKv = 0;     // the last layers without keys and values
+    int64_t denseEvery = 0;   // n: of n layers of a mixture, all but the last are dense
+    // Latent attention: head sizes are headDim, of rotated elements, and those of the plain ones and of values.
+    int64_t queryRank = 64, latentRank = 32, plainDim = 32, valueDim = 24;  // queryRank: 0: queries come from x
+    bool joinedUp = false;   // keys' and values' matrices of all heads are one, as in files from before mid-2025
+    int64_t denseFirst = 0;  // so many layers of a mixture, its first, are dense
+    unsigned seed = 1;
+};
+
+// Mamba 2: a mixture with shared experts, layers of one part, and such layers with experts.
+inline std::vector<Options> mambas() {
+    Options granite;
+    granite.seed = 500;
+    granite.architecture = "granitehybrid";
+    granite.layers = 3;
+    granite.experts = 5;
+    Options dense;
+    dense.seed = 501;
+    dense.architecture = "nemotron_h";
+    dense.layers = 5;
+    dense.matrices = DType::F32;
+    dense.keyHeads = 1;
+    dense.valueHeads = 3;
+    dense.deltaDim = 20;  // not a multiple of 8 sums
+    dense.convWidth = 2;
+    Options mixture;
+    mixture.seed = 502;
+    mixture.architecture = "nemotron_h_moe";
+    mixture.layers = 5;
+    mixture.matrices = DType::Q4_0;
+    mixture.mambaDim = 32;
+    return {granite, dense, mixture};
 }
 
 }  // namespace tiny

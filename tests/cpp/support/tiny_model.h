@@ -23,29 +23,6 @@
 
 namespace tiny {
 
-using sharpi::DType;
-
-constexpr int64_t kWindow = 8;
-
-struct Options {
-    std::string architecture = "llama";
-    DType matrices = DType::Q8_0;  // F32, Q8_0 or Q4_0
-    int64_t layers = 2, embedding = 64, heads = 4, kvHeads = 2, headDim = 16, hidden = 96, vocab = 77, context = 300;
-    int64_t experts = 0, used = 2;  // each expert has `hidden` rows; 0: dense
-    std::vector<DType> mixed;  // types that the feed-forward matrices of all layers take in turn; empty: `matrices`
-    // For hybrids: every `interval`-th layer has attention, the others have these heads.
-    int64_t interval = 2, keyHeads = 2, valueHeads = 4, deltaDim = 16, convWidth = 4, predictions = 0;
-    bool fusedQkv = false, fusedExperts = false, biases = false, tied = false;
-    int64_t layerInputs = 0;  // the width of per-layer embeddings
-    int64_t sharedKv = 0;     // the last layers without keys and values
-    int64_t denseEvery = 0;   // n: of n layers of a mixture, all but the last are dense
-    // Latent attention: head sizes are headDim, of rotated elements, and those of the plain ones and of values.
-    int64_t queryRank = 64, latentRank = 32, plainDim = 32, valueDim = 24;  // queryRank: 0: queries come from x
-    bool joinedUp = false;   // keys' and values' matrices of all heads are one, as in files from before mid-2025
-    int64_t denseFirst = 0;  // so many layers of a mixture, its first, are dense
-    unsigned seed = 1;
-};
-
 class Model {
 public:
     // Public, so that a test can damage them before it reads the spec.
@@ -194,6 +171,7 @@ private:
         if (f.sigmoids) metadata[key("expert_gating_func")] = int64_t{2};
         if (_options.denseEvery) metadata[key("interleave_moe_layer_step")] = _options.denseEvery;
         if (f.latent) writeLatentMetadata();
+        if (f.mamba) writeMambaMetadata();
         if (!f.gemma4) return;
         std::vector<double> windowed;
         for (int64_t i = 0; i < _options.layers; ++i) windowed.push_back(i % 2 == 0);
@@ -219,6 +197,24 @@ private:
         if (o.architecture != "mistral4") return;
         metadata[key("attention.temperature_scale")] = 0.1;
         metadata[key("attention.temperature_length")] = int64_t{16};
+    }
+
+    void writeMambaMetadata() {
+        const Options& o = _options;
+        const Family& f = family(o.architecture);
+        std::vector<double> kvHeads, hidden;
+        for (int64_t i = 0; i < o.layers; ++i) {
+            kvHeads.push_back(f.attends(i) ? static_cast<double>(o.kvHeads) : 0);
+            hidden.push_back(f.feeds(i) ? static_cast<double>(o.hidden) : 0);
+        }
+        metadata[key("attention.head_count_kv")] = kvHeads;
+        metadata[key("feed_forward_length")] = hidden;
+        metadata[key("expert_shared_feed_forward_length")] = o.hidden;
+        metadata[key("ssm.group_count")] = o.keyHeads;
+        metadata[key("ssm.time_step_rank")] = o.valueHeads;
+        metadata[key("ssm.state_size")] = o.deltaDim;
+        metadata[key("ssm.inner_size")] = o.valueHeads * o.mambaDim;
+        metadata[key("ssm.conv_kernel")] = o.convWidth;
     }
 
     void addModelTensors() {
@@ -259,11 +255,12 @@ private:
         const int64_t e = _options.embedding;
         const Family& f = family(_options.architecture);
         if (f.preNorms) add(block + "attn_norm.weight", DType::F32, {e});
-        if (f.preNorms && !f.layerNorms) add(block + f.ffnNorm() + ".weight", DType::F32, {e});
+        if (f.preNorms && !f.layerNorms && !f.oneParts) add(block + f.ffnNorm() + ".weight", DType::F32, {e});
         if (hybrid() && i < _options.layers && (i + 1) % _options.interval) addDelta(block);
         else if (f.latent) addLatentAttention(block);
-        else addAttention(block, i);
-        addFeedForward(block, i);
+        else if (f.scans(i)) addMamba(block);
+        else if (f.attends(i)) addAttention(block, i);
+        if (f.feeds(i)) addFeedForward(block, i);
         addFamilyTensors(block);
         if (i < _options.layers) return;
         add(block + "nextn.eh_proj.weight", _options.matrices, {2 * e, e});
@@ -287,6 +284,19 @@ private:
         add(block + "ssm_dt.bias", DType::F32, {o.valueHeads});
         add(block + "ssm_a", DType::F32, {o.valueHeads});
         add(block + "ssm_norm.weight", DType::F32, {o.deltaDim});
+    }
+
+    void addMamba(const std::string& block) {
+        const Options& o = _options;
+        const int64_t inner = o.valueHeads * o.mambaDim, channels = inner + 2 * o.keyHeads * o.deltaDim;
+        add(block + "ssm_in.weight", o.matrices, {o.embedding, inner + channels + o.valueHeads});
+        add(block + "ssm_out.weight", o.matrices, {inner, o.embedding});
+        add(block + "ssm_conv1d.weight", DType::F32, {o.convWidth, channels});
+        add(block + "ssm_conv1d.bias", DType::F32, {channels});
+        add(block + "ssm_dt.bias", DType::F32, {o.valueHeads});
+        add(block + "ssm_a", DType::F32, {1, o.valueHeads});
+        add(block + "ssm_d", DType::F32, {1, o.valueHeads});
+        add(block + "ssm_norm.weight", DType::F32, {inner / o.keyHeads, o.keyHeads});
     }
 
     void addLatentAttention(const std::string& block) {
@@ -360,7 +370,7 @@ private:
         }
         if (!hybrid() && !f.plainShared) return;
         if (!f.plainShared) add(block + "ffn_gate_inp_shexp.weight", DType::F32, {o.embedding});
-        add(block + "ffn_gate_shexp.weight", o.matrices, {o.embedding, o.hidden});
+        if (f.gated) add(block + "ffn_gate_shexp.weight", o.matrices, {o.embedding, o.hidden});
         add(block + "ffn_up_shexp.weight", o.matrices, {o.embedding, o.hidden});
         add(block + "ffn_down_shexp.weight", o.matrices, {o.hidden, o.embedding});
     }
@@ -428,13 +438,15 @@ inline std::vector<Options> gpuHybrids() {
     return all;
 }
 
-// Models that only the CPU runs: heads that do not fill a vector, and a longer convolution.
+// Models that only the CPU runs: heads that do not fill a vector, a longer convolution, and Mamba 2.
 inline std::vector<Options> cpuHybrids() {
     Options heads = gpuHybrids()[1];
     heads.deltaDim = 20;
     Options convolution = gpuHybrids()[0];
     convolution.convWidth = 5;
-    return {heads, convolution};
+    std::vector<Options> all{heads, convolution};
+    for (const Options& o : mambas()) all.push_back(o);
+    return all;
 }
 
 inline std::vector<Options> hybrids() {
@@ -465,7 +477,7 @@ inline std::vector<Options> gemma4Variants() {
 inline std::vector<Options> gpuVariants() {
     std::vector<Options> all;
     for (const Family& a : families()) {
-        if (a.hybrid || a.latent) continue;
+        if (a.hybrid || a.latent || a.mamba) continue;
         Options o;
         o.architecture = a.name;
         o.seed = static_cast<unsigned>(all.size() + 1);

@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from fake_weights import plain_machine, set_gpu  # noqa: F401 - a fixture
 from golden_families import CPU_ONLY, FAMILIES
 from golden_models import GOLDEN, LOGITS, write_golden
 from numpy_model import NumpyModel, relative_error
 
 from sharpi import Model
 from sharpi.cli import main
+from sharpi.loading.description import describe
+from sharpi.planning.planner import make_plan
 
 COUNT = 40  # more than two windows
 CUTS = [1, 7, 2, 20, 1, 1]
@@ -125,8 +128,20 @@ def test_a_plan_for_the_gpu_refuses_what_it_has_no_kernels_for(name: str, tmp_pa
     path, gpu = str(write_golden(name, tmp_path)), ["--device", "cuda", "--vram", "1GiB"]
     refused = CliRunner().invoke(main, ["plan", "-m", path, *gpu])
     assert refused.exit_code != 0
-    assert refused.output.strip() == "sharpi: error: the GPU cannot run this model: latent attention; device cpu can"
+    expected = f"sharpi: error: the GPU cannot run this model: {CPU_ONLY[name]}; device cpu can"
+    assert refused.output.strip() == expected
     assert CliRunner().invoke(main, ["plan", "-m", path, "--device", "cpu"]).exit_code == 0
+
+
+@pytest.mark.usefixtures("plain_machine")
+@pytest.mark.parametrize("name", CPU_ONLY)
+def test_beside_a_gpu_that_cannot_run_it_a_model_is_left_to_the_cpu(
+        name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_gpu(monkeypatch, 1 << 30)
+    file, spec = describe(write_golden(name, tmp_path))
+    plan = make_plan(file, spec, device="auto")
+    assert (plan.device, plan.why) == ("cpu", f"the GPU cannot run this model: {CPU_ONLY[name]}")
+    plan.require()
 
 
 def test_latent_attention_keeps_one_row_for_all_heads(tmp_path: Path) -> None:
@@ -134,6 +149,19 @@ def test_latent_attention_keeps_one_row_for_all_heads(tmp_path: Path) -> None:
     path = str(write_golden("deepseek2", tmp_path))
     plan = json.loads(CliRunner().invoke(main, ["plan", "-m", path, "--device", "cpu", "-c", "4096", "--json"]).output)
     assert plan["kv_bytes"] == 4 * (64 + 16) * 4096 * 2
+
+
+def test_mamba_keeps_a_matrix_for_each_head_and_the_last_inputs_of_the_convolution(tmp_path: Path) -> None:
+    """Three layers with 12 heads of 32 elements, 32 states each, and three rows of x and of two groups of B and C. Only
+    the layer with attention has keys and values."""
+    path = str(write_golden("nemotron_h_moe", tmp_path))
+    asked = ["plan", "-m", path, "--device", "cpu", "-c", "4096", "--sequences", "10", "--json"]
+    plan = json.loads(CliRunner().invoke(main, asked).output)
+    state = 3 * 4 * (12 * 32 * 32 + 3 * (384 + 2 * 2 * 32))
+    assert abs(plan["state_bytes"] - 10 * state) <= 2 * 4096
+    assert plan["kv_bytes"] == 2 * 2 * 32 * 4096 * 2
+    told = json.loads(CliRunner().invoke(main, ["inspect", path, "--json"]).output)
+    assert told["state_bytes"] == state and told["takes_token_ids"]
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16"])

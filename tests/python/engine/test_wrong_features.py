@@ -19,7 +19,7 @@ import pytest
 from golden_families import WIDTH
 from golden_models import GOLDEN, LOGITS, LONG_LLAMA4, write_golden
 from numpy_model import NumpyModel, relative_error
-from numpy_model.description import Activation, Attention, Delta, Description, Layer, Temperature
+from numpy_model.description import Activation, Attention, Delta, Description, Layer, Mamba, Rotation, Temperature
 
 from sharpi import Model
 
@@ -83,6 +83,13 @@ def delta_with(**fields: Any) -> Change:
     return lambda model: model.changed(change)
 
 
+def mamba_with(**fields: Any) -> Change:
+    def change(layer: Layer) -> Layer:
+        return replace(layer, mixer=replace(layer.mixer, **fields)) if isinstance(layer.mixer, Mamba) else layer
+
+    return lambda model: model.changed(change)
+
+
 def latent_with(**fields: Any) -> Change:
     def change(part: Attention) -> Attention:
         return part if part.latent is None else replace(part, latent=replace(part.latent, **fields))
@@ -124,6 +131,22 @@ def is_windowed(part: Attention) -> bool:
     return part.window > 0
 
 
+_WRONG_MAMBA: dict[str, Change] = {
+    "bias of the convolution off": mamba_with(biased=False),
+    "convolution a token late": mamba_with(delay=1),
+    "B and C exchanged": mamba_with(order="xCB"),
+    "x after B and C": mamba_with(order="BCx"),
+    "heads grouped otherwise": mamba_with(grouped=False),
+    "bias of steps off": mamba_with(step_biased=False),
+    "steps not made positive": mamba_with(softplus=False),
+    "x not multiplied by steps": mamba_with(scaled=False),
+    "no decay": mamba_with(decays=False),
+    "x left out of the answer": mamba_with(skips=False),
+    "gate after the norm": mamba_with(gate="after the norm"),
+    "gate off": mamba_with(gate="none"),
+    "norm of the whole row": mamba_with(norm_groups=1),
+    "norm of each half group": mamba_with(norm_groups=4),
+}
 WRONG: dict[str, dict[str, Change]] = {
     "gemma2": {
         "window + 1": window(1),
@@ -263,6 +286,30 @@ WRONG: dict[str, dict[str, Change]] = {
         "temperature off": attention_with(temperature=None),
         "temperature off by one position": attention_with(temperature=Temperature(0.1, 64, 1)),
     },
+    "granitehybrid": {
+        **_WRONG_MAMBA,
+        "embedding scale off": model_with(embedding_scale=1.0),
+        "residual scale off": layers_with(factor=1.0),
+        "scale by head size": attention_with(scale=32**-0.5),
+        "logit scale off": model_with(logit_scale=1.0),
+        "positions": attention_with(rotation=Rotation(32, 10000.0, adjacent=True)),
+        "shared expert off": experts_with(shared=""),
+        "weights not normalized": experts_with(normalized=False),
+    },
+    "nemotron_h": {
+        **_WRONG_MAMBA,
+        "ReLU for its square": layers_with(activation=Activation("relu")),
+        "positions": attention_with(rotation=Rotation(32, 10000.0)),
+    },
+    "nemotron_h_moe": {
+        **_WRONG_MAMBA,
+        "ReLU for its square": layers_with(activation=Activation("relu")),
+        "choice without a bias": experts_with(biased=False),
+        "weights by softmax": experts_with(scores="softmax"),
+        "weights not normalized": experts_with(normalized=False),
+        "factor of weights off": experts_with(factor=1.0),
+        "shared expert off": experts_with(shared=""),
+    },
     "qwen3next": {
         "heads grouped otherwise": delta_with(grouped=False),
         "weights not normalized": experts_with(normalized=False),
@@ -306,6 +353,11 @@ KEYS: dict[str, dict[str, Any]] = {
                  "rope.scaling.original_context_length": 50},
     "phi3": {"rope.scaling.attn_factor": 1.3, "rope.scaling.original_context_length": COUNT - 1},
     "qwen3next": {"expert_used_count": 3},
+    "granitehybrid": {"embedding_scale": 2.0, "residual_scale": 0.6, "attention.scale": 0.15, "logit_scale": 3.0,
+                      "rope.scaling.finetuned": True, "expert_used_count": 3,
+                      "attention.layer_norm_rms_epsilon": 1e-2},
+    "nemotron_h_moe": {"expert_weights_norm": False, "expert_weights_scale": 1.5, "expert_used_count": 3,
+                       "expert_gating_func": 1, "attention.layer_norm_rms_epsilon": 1e-2},
     "glm4moe": {"expert_gating_func": 1, "expert_weights_norm": False, "expert_weights_scale": 1.5,
                 "expert_used_count": 3, "rope.dimension_count": 8},
     "deepseek2": {"expert_group_used_count": 3, "rope.scaling.factor": 20.0, "rope.scaling.yarn_log_multiplier": 0.0707,

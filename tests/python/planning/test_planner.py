@@ -63,6 +63,9 @@ class FakeSpec:
     def tensor_uses(self) -> list[tuple[int, str, str, int, int, int, int]]:
         return [(0, "weights", "vector", 0, 1000, 1, 1000)]
 
+    def refusal(self, device: str) -> str:
+        return ""
+
     def memory_lines(self, options: _core.EngineOptions) -> list[tuple[str, int]]:
         batch, context, on_gpu = options.batch, options.context, options.device == "cuda"
         assert 1 <= batch <= context and not options.homes and options.sequences == 4

@@ -194,6 +194,9 @@ class FakeWeights:
         pools = self.pools(homes, expert_slot_bytes)
         return STAGING + sum((slots + LANDING) * size for _, _, size, slots in pools if slots)
 
+    def refusal(self, device: str) -> str:
+        return ""
+
     def memory_lines(self, options: _core.EngineOptions) -> list[tuple[str, int]]:
         device, batch, context, homes = options.device, options.batch, options.context, options.homes
         assert options.prompt == "exact" or (device == "cuda" and batch >= min(64, context))

@@ -137,23 +137,24 @@ def _attention(heads: _Heads, *, own: str = "qkv", norm: float = 0.0, biased: st
             yield _vector(f"attn_{part}_norm.weight", heads.size, center=norm)
 
 
-def _dense(hidden: int = _HIDDEN, suffix: str = "") -> _Draws:
-    yield _matrix(f"ffn_gate{suffix}", hidden, WIDTH)
+def _dense(hidden: int = _HIDDEN, suffix: str = "", *, gated: bool = True) -> _Draws:
+    if gated:
+        yield _matrix(f"ffn_gate{suffix}", hidden, WIDTH)
     yield _matrix(f"ffn_up{suffix}", hidden, WIDTH)
     yield _matrix(f"ffn_down{suffix}", WIDTH, hidden, gain=2.0)
 
 
 def _experts(count: int, width: int = _EXPERT, *, fused: bool = False, router: float = 2.0, inner: float = 1.0,
-             shared: int = 0, bias: float = 0.0) -> _Draws:
-    """`shared`: how wide the expert is that all tokens use, in experts. `bias`: how much the choice's spreads."""
+             shared: int = 0, bias: float = 0.0, gated: bool = True) -> _Draws:
+    """`shared`: how wide the expert is that all tokens use. `bias`: how much the choice's spreads."""
     yield _matrix("ffn_gate_inp", count, WIDTH, gain=router)
     if bias:
         yield _vector("exp_probs_b.bias", count, center=0.0, spread=bias)
-    for part in ("gate_up",) if fused else ("gate", "up"):
+    for part in ("gate_up",) if fused else ("gate", "up") if gated else ("up",):
         yield _matrix(f"ffn_{part}_exps", count, 2 * width if fused else width, WIDTH, gain=inner)
     yield _matrix("ffn_down_exps", count, WIDTH, width, gain=3.0)
     if shared:
-        yield from _dense(shared * width, "_shexp")
+        yield from _dense(shared, "_shexp", gated=gated)
 
 
 def _plain_layer(heads: _Heads) -> _Draws:
@@ -189,6 +190,7 @@ _CHOSEN_BY_SIGMOID = {"expert_gating_func": 2, "expert_weights_norm": True, "exp
 # Gemma multiplies an embedding by the root of the width.
 _GEMMA: dict[str, Any] = {"tied": True, "embedding": 1 / math.sqrt(WIDTH)}
 _WINDOW = {"attention.sliding_window": 16}
+_GRANITE_SCALES = {"embedding_scale": 3.0, "residual_scale": 0.5, "attention.scale": 0.1, "logit_scale": 2.0}
 
 
 def _gemma(architecture: str, digest: str, heads: _Heads, *, layers: int, base: float, norm: float,
@@ -296,7 +298,7 @@ def _llama4(digest: str, experts: int, width: int, step: int) -> Family:
         yield from _norms("attn_norm")
         yield from _attention(heads)
         yield from _norms("ffn_norm")
-        yield from _dense() if (number + 1) % step else _experts(experts, width, shared=1)
+        yield from _dense() if (number + 1) % step else _experts(experts, width, shared=width)
 
     keys = _keys(4, heads, 1e-5, 500000.0) | _expert_keys(experts, 1, width) | {"interleave_moe_layer_step": step}
     return Family("llama4", digest, keys, layer, lambda: iter([_llama3_factors(heads.size)]))
@@ -314,9 +316,8 @@ def _mistral3(digest: str) -> Family:
 def _granite(digest: str) -> Family:
     heads = _Heads(8, 2, 32)
 
-    scales = {"embedding_scale": 3.0, "residual_scale": 0.5, "attention.scale": 0.1, "logit_scale": 2.0}
-    return Family("granite", digest, _keys(4, heads, 1e-5, 10000.0) | scales, lambda _: _plain_layer(heads), tied=True,
-                  embedding=0.1)
+    return Family("granite", digest, _keys(4, heads, 1e-5, 10000.0) | _GRANITE_SCALES,
+                  lambda _: _plain_layer(heads), tied=True, embedding=0.1)
 
 
 def _cohere2(digest: str) -> Family:
@@ -400,7 +401,7 @@ def _qwen3next(digest: str) -> Family:
         yield from _norms("attn_norm")
         yield from delta() if (number + 1) % 4 else _attention(heads, norm=1.2, gated=True)
         yield from _norms("post_attention_norm")
-        yield from _experts(experts, shared=1)
+        yield from _experts(experts, shared=_EXPERT)
         yield _matrix("ffn_gate_inp_shexp", WIDTH)
 
     return Family("qwen3next", digest, _keys(4, heads, 1e-6, 1e7) | _expert_keys(experts, 4) | {
@@ -417,7 +418,7 @@ def _glm4moe(digest: str, norm: float = 0.0) -> Family:
         yield from _norms("attn_norm")
         yield from _attention(heads, norm=norm, biased="qkv")
         yield from _norms("post_attention_norm")
-        yield from _experts(experts, shared=1, bias=0.3) if number else _dense()
+        yield from _experts(experts, shared=_EXPERT, bias=0.3) if number else _dense()
         if number == last:
             yield _matrix("nextn.eh_proj", WIDTH, 2 * WIDTH)
             yield from _norms("nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm")
@@ -451,7 +452,7 @@ def _latent(architecture: str, digest: str, keys: Mapping[str, Any], *, groups: 
         yield _matrix("attn_output", WIDTH, heads * value, gain=2.0)
         yield from _norms("ffn_norm")
         if mistral or number:
-            yield from _experts(experts, shared=2, bias=0.0 if mistral else 0.3, fused=mistral)
+            yield from _experts(experts, shared=2 * _EXPERT, bias=0.0 if mistral else 0.3, fused=mistral)
         else:
             yield from _dense()
 
@@ -463,6 +464,73 @@ def _latent(architecture: str, digest: str, keys: Mapping[str, Any], *, groups: 
     if groups:
         all_keys |= {"expert_group_count": 4, "expert_group_used_count": 2}
     return Family(architecture, digest, all_keys | keys, layer, maker=maker)
+
+
+@dataclass(frozen=True)
+class _Mamba:
+    """Mamba 2: its inner width, and how many heads and groups that has."""
+
+    inner: int
+    heads: int
+    groups: int = 2
+    state: int = 32
+    convolution: int = 4
+
+    @property
+    def described(self) -> dict[str, Any]:
+        return {"ssm.conv_kernel": self.convolution, "ssm.inner_size": self.inner, "ssm.state_size": self.state,
+                "ssm.time_step_rank": self.heads, "ssm.group_count": self.groups}
+
+    def draws(self) -> _Draws:
+        channels = self.inner + 2 * self.groups * self.state
+        yield _matrix("ssm_in", self.inner + channels + self.heads, WIDTH)
+        yield _matrix("ssm_conv1d", channels, self.convolution)
+        yield _vector("ssm_conv1d.bias", channels, center=0.0)
+        yield _vector("ssm_dt.bias", self.heads, center=-0.5, spread=0.5)
+        yield Draw("ssm_a", (self.heads, 1), made=lambda numbers: -np.exp(numbers * 0.5 - 1.0))
+        yield _vector("ssm_d", self.heads, 1)
+        yield _vector("ssm_norm.weight", self.groups, self.inner // self.groups)
+        yield _matrix("ssm_out", WIDTH, self.inner, gain=2.0)
+
+
+def _granitehybrid(digest: str) -> Family:
+    heads, mamba, shared, attention = _Heads(8, 2, 32), _Mamba(2 * WIDTH, 16), 128, (2,)
+
+    def layer(number: int) -> _Draws:
+        yield from _norms("attn_norm")
+        yield from _attention(heads) if number in attention else mamba.draws()
+        yield from _norms("ffn_norm")
+        yield from _experts(16, shared=shared)
+
+    keys = _keys(4, heads, 1e-5, 10000.0) | mamba.described | _expert_keys(16, 4) | _GRANITE_SCALES | {
+        "attention.head_count_kv": [heads.keys if layer in attention else 0 for layer in range(4)],
+        "expert_shared_feed_forward_length": shared, "rope.scaling.finetuned": False}
+    return Family("granitehybrid", digest, keys, layer, tied=True, embedding=0.1)
+
+
+def _nemotron(digest: str, *, experts: int) -> Family:
+    """A layer is one of three: Mamba 2, attention, or a feed-forward part."""
+    heads, mamba, shared, parts = _Heads(8, 2, 32), _Mamba(384, 12), 128, "MFM*FM"
+
+    def layer(number: int) -> _Draws:
+        yield from _norms("attn_norm")
+        if parts[number] == "M":
+            yield from mamba.draws()
+        elif parts[number] == "*":
+            yield from _attention(heads)
+        elif experts:
+            yield from _experts(experts, shared=shared, bias=0.3, gated=False)
+        else:
+            yield from _dense(gated=False)
+
+    keys = _keys(len(parts), heads, 1e-5, 10000.0) | mamba.described | {
+        "attention.head_count_kv": [heads.keys if part == "*" else 0 for part in parts],
+        "feed_forward_length": [_HIDDEN if part == "F" else 0 for part in parts]}
+    if not experts:
+        return Family("nemotron_h", digest, keys, layer, maker="")
+    return Family("nemotron_h_moe", digest, keys | _expert_keys(experts, 4) | {
+        "expert_shared_feed_forward_length": shared, "expert_shared_count": 1, "expert_weights_norm": True,
+        "expert_weights_scale": 2.5, "expert_gating_func": 2}, layer)
 
 
 _DEEPSEEK_YARN = _yarn_keys(40.0, 64) | {"rope.scaling.yarn_log_multiplier": 0.1}
@@ -493,6 +561,10 @@ FAMILIES = {
     "mistral4": _latent("mistral4", "36e01ce70dea4c60", _DEEPSEEK_YARN | {
         "expert_gating_func": 1, "expert_weights_norm": True, "attention.temperature_scale": 0.1,
         "attention.temperature_length": 64}),
+    "granitehybrid": _granitehybrid("fac20f02809f494d"),
+    "nemotron_h": _nemotron("de89e111d4dde434", experts=0),
+    "nemotron_h_moe": _nemotron("b2ddfbb8cb8dbd68", experts=16),
 }
-# Those with latent attention, for which the GPU has no kernels.
-CPU_ONLY = tuple(name for name, family in FAMILIES.items() if "attention.kv_lora_rank" in family.keys)
+# Those for which the GPU has no kernels, and what it lacks.
+CPU_ONLY = {name: "latent attention" for name, family in FAMILIES.items() if "attention.kv_lora_rank" in family.keys}
+CPU_ONLY |= dict.fromkeys(("granitehybrid", "nemotron_h", "nemotron_h_moe"), "Mamba 2")

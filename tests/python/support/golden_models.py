@@ -144,7 +144,8 @@ def _drawn(name: str) -> tuple[tuple[str, np.ndarray], ...]:
 
 def _is_matrix(tensor: str, data: np.ndarray) -> bool:
     """Whether files of the model's family quantize it."""
-    return tensor.endswith(".weight") and data.ndim > 1 and "ssm_conv1d" not in tensor
+    small = tensor.endswith("_norm.weight") or "ssm_conv1d" in tensor
+    return tensor.endswith(".weight") and data.ndim > 1 and not small
 
 
 def digest(name: str) -> str:

@@ -133,7 +133,7 @@ private:
     }
 
     void deltaRule(const cpu::Kernels& k, int64_t row, int64_t count, int32_t entry, int32_t next) {
-        std::vector<float> scratch(cpu::deltaScratchBytes(shape.dim) / sizeof(float) + 16);
+        std::vector<float> scratch(cpu::stateScratchBytes(shape.dim) / sizeof(float) + 16);
         auto* aligned = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
         for (int32_t h = 0; h < shape.valueHeads; ++h) {
             const int64_t matrix = int64_t{h} * shape.dim * shape.dim;

@@ -97,6 +97,7 @@ struct Totals {
 inline std::vector<Options> predicting() {
     std::vector<Options> all;
     for (Options o : hybrids()) {
+        if (family(o.architecture).mamba) continue;
         o.predictions = 1;
         all.push_back(o);
     }

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-__all__ = ["Activation", "Attention", "Delta", "Description", "Experts", "Latent", "Layer", "Rotation",
+__all__ = ["Activation", "Attention", "Delta", "Description", "Experts", "Latent", "Layer", "Mamba", "Rotation",
            "Temperature", "Yarn"]
 
 
@@ -99,6 +99,34 @@ class Delta:
 
 
 @dataclass(frozen=True)
+class Mamba:
+    """Mamba 2. Heads that share B and C stand beside each other (`grouped`), or head h goes with group h modulo their
+    number. The other fields are here for wrong models.
+
+    biased: the convolution has a bias. softplus: steps are positive. skips: x itself joins what a head gives. gate:
+    whether the gate comes before the norm, after it, or is left out. norm_groups: how many parts of a row are
+    normalized by themselves. order: of what the convolution gives. scaled: x is multiplied by the step. decays: states
+    fade.
+    """
+
+    heads: int
+    groups: int
+    inner: int
+    state: int
+    norm_groups: int
+    grouped: bool = True
+    biased: bool = True
+    step_biased: bool = True
+    softplus: bool = True
+    skips: bool = True
+    scaled: bool = True
+    decays: bool = True
+    gate: Literal["before the norm", "after the norm", "none"] = "before the norm"
+    order: Literal["xBC", "xCB", "BCx"] = "xBC"
+    delay: int = 0  # of the convolution, in tokens
+
+
+@dataclass(frozen=True)
 class Activation:
     """`clamped`: gpt-oss's, with its limit. `relu` is here for wrong models."""
 
@@ -133,14 +161,15 @@ class Experts:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer. `beside`: the dense part and the experts read the same, and their results are added, each after a norm.
+    """A layer. It may lack the mixer, or the feed-forward part (`feeds`). `beside`: the dense part and the experts read
+    the same, and their results are added, each after a norm.
 
     gated: the feed-forward part has a gate. pre_norms: norms in front of attention and of the feed-forward part, or one
     for both. post_norms: norms behind these. factor: of what each part adds. inputs: an embedding of the token for this
     layer joins at its end. scales: what `layer_output_scale` multiplies.
     """
 
-    mixer: Attention | Delta
+    mixer: Attention | Delta | Mamba | None
     experts: Experts | None = None
     beside: bool = False
     activation: Activation = Activation()
@@ -151,6 +180,7 @@ class Layer:
     post_norms: bool = False
     inputs: bool = False
     scales: Literal["", "the stream", "the addition"] = ""
+    feeds: bool = True
 
 
 @dataclass(frozen=True)

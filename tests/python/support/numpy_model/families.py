@@ -17,6 +17,7 @@ from numpy_model.description import (
     Experts,
     Latent,
     Layer,
+    Mamba,
     Rotation,
     Temperature,
     Yarn,
@@ -135,14 +136,38 @@ def _arcee(keys: Keys) -> Description:
     return _description(keys, lambda _: layer)
 
 
+def _mamba(keys: Keys) -> Mamba:
+    groups = keys("ssm.group_count")
+    return Mamba(keys("ssm.time_step_rank"), groups, keys("ssm.inner_size"), keys("ssm.state_size"), groups)
+
+
 def _granite(keys: Keys) -> Description:
-    """Without the key, positions are embedded."""
+    """Without the key, positions are embedded. A layer without heads of keys has Mamba 2."""
     rotation = _rotation(keys, adjacent=True) if keys("rope.scaling.finetuned", True) else None
     mixer = _attention(keys, rotation=rotation)
     mixer = replace(mixer, scale=keys("attention.scale", mixer.scale))
-    layer = Layer(mixer, _experts(keys), factor=keys("residual_scale", 1.0))
-    return _description(keys, lambda _: layer, embedding_scale=keys("embedding_scale", 1.0),
+    shared = "plain" if keys("expert_shared_feed_forward_length", 0) else ""
+
+    def layer(number: int) -> Layer:
+        heads = keys.at("attention.head_count_kv", number)
+        return Layer(replace(mixer, kv_heads=heads) if heads else _mamba(keys), _experts(keys, shared=shared),
+                     factor=keys("residual_scale", 1.0))
+
+    return _description(keys, layer, embedding_scale=keys("embedding_scale", 1.0),
                         logit_scale=1 / keys("logit_scale", 1.0))
+
+
+def _nemotron(keys: Keys) -> Description:
+    """A layer is one part, behind the one norm that it has."""
+    experts = _mixture(keys, "sigmoid") if keys("expert_count", 0) else None
+
+    def layer(number: int) -> Layer:
+        heads = keys.at("attention.head_count_kv", number)
+        if not heads and keys.at("feed_forward_length", number):
+            return Layer(None, experts, activation=Activation("relu squared"), gated=False, ffn_norm="attn_norm")
+        return Layer(replace(_attention(keys), kv_heads=heads) if heads else _mamba(keys), feeds=False)
+
+    return _description(keys, layer)
 
 
 def _cohere2(keys: Keys) -> Description:
@@ -272,7 +297,8 @@ _FAMILIES: dict[str, Callable[[Keys], Description]] = {
     **dict.fromkeys(("qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe"), lambda keys: _plain(keys, norm="head")),
     "olmoe": lambda keys: _plain(keys, norm="row", normalized=False),
     "smollm3": _smollm3,
-    "granite": _granite,
+    **dict.fromkeys(("granite", "granitehybrid"), _granite),
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _nemotron),
     "cohere2": _cohere2,
     "olmo2": _olmo2,
     "mistral3": _mistral3,

@@ -12,6 +12,7 @@ from tiny_models import dequantized
 
 from numpy_model.description import Attention, Delta, Description, Experts, Latent, Layer
 from numpy_model.families import Keys, describe
+from numpy_model.mamba import mamba
 from numpy_model.parts import (
     activate,
     attend,
@@ -120,13 +121,16 @@ class NumpyModel:
     def _layer(self, number: int, layer: Layer, x: np.ndarray, inputs: np.ndarray | None) -> np.ndarray:
         block, before = f"blk.{number}.", x
         normed = x if layer.pre_norms == "none" else self._pre_norm(x, block + "attn_norm")
-        mixed = (self._delta(block, layer.mixer, normed) if isinstance(layer.mixer, Delta) else
-                 self._attention(number, layer.mixer, normed))
-        x = x + layer.factor * (self._norm(mixed, block + "post_attention_norm") if layer.post_norms else mixed)
-        if layer.pre_norms != "one":
-            normed = x if layer.pre_norms == "none" else self._pre_norm(x, block + layer.ffn_norm)
-        fed = self._feed(block, layer, x, normed)
-        x = x + layer.factor * (self._norm(fed, block + "post_ffw_norm") if layer.post_norms else fed)
+        if layer.mixer is not None:
+            mixed = (self._attention(number, layer.mixer, normed) if isinstance(layer.mixer, Attention) else
+                     self._delta(block, layer.mixer, normed) if isinstance(layer.mixer, Delta) else
+                     mamba(layer.mixer, block, normed, (self._linear, self._tensor), self.description.epsilon))
+            x = x + layer.factor * (self._norm(mixed, block + "post_attention_norm") if layer.post_norms else mixed)
+        if layer.feeds:
+            if layer.pre_norms != "one":
+                normed = x if layer.pre_norms == "none" else self._pre_norm(x, block + layer.ffn_norm)
+            fed = self._feed(block, layer, x, normed)
+            x = x + layer.factor * (self._norm(fed, block + "post_ffw_norm") if layer.post_norms else fed)
         if layer.inputs and inputs is not None:
             inner = activate(layer.activation, self._linear(x, block + "inp_gate"), inputs[:, number])
             x = x + self._norm(self._linear(inner, block + "proj"), block + "post_norm")

@@ -1,0 +1,43 @@
+// Nemotron-H and Nemotron 3 Nano: a layer is Mamba 2, attention without positions, or a feed-forward part. The latter
+// has no gate, and squared ReLU; in mixtures it has experts, and one that every token takes.
+#include "core/error.h"
+#include "model/architecture.h"
+
+namespace sharpi {
+
+namespace {
+
+constexpr Activation kReluSquared{ActivationKind::ReluSquared, 0};
+
+void read(ModelReader& model) {
+    const std::string latent = model.key("moe_latent_size");
+    if (model.metadata().integerOr(latent, 0, INT32_MAX, 0) > 0) {
+        throw Error(ErrorKind::BadModel, "metadata key '" + latent +
+                                             "' says that experts read a latent row, as in Nemotron 3 Super, which is "
+                                             "not supported yet");
+    }
+    DenseParts dense;
+    dense.activation = kReluSquared;
+    dense.gated = false;
+    ExpertParts experts;
+    experts.activation = kReluSquared;
+    experts.gated = false;
+    experts.gating = Gating::Sigmoid;
+    experts.shared = ExpertParts::Shared::Plain;
+    const std::string hidden = model.key("feed_forward_length");
+    for (int64_t i = 0; i < model.layers(); ++i) {
+        LayerReader layer = model.layer();
+        const bool feeds = model.metadata().integerAt(hidden, static_cast<size_t>(i), 0, INT32_MAX) > 0;
+        if (hasKvHeads(model, i)) layer.mixerNorm("attn_norm").attention({});
+        else if (!feeds) layer.mixerNorm("attn_norm").mamba();
+        else if (model.hasExperts()) layer.ffnNorm("attn_norm").experts(experts);
+        else layer.ffnNorm("attn_norm").dense(dense);
+    }
+    model.head();
+}
+
+}  // namespace
+
+SHARPI_FAMILY(nemotron_h) { return {{"nemotron_h", read}, {"nemotron_h_moe", read, Experts::Always}}; }
+
+}  // namespace sharpi
