@@ -25,8 +25,9 @@ CpuBackend::CpuBackend(int threads)
     : _memory(std::make_unique<HostMemory>()),
       _allocator(std::make_unique<Allocator>(*_memory)),
       _slots(std::make_unique<ExpertSlotManager>(*_allocator, ramSlotLayout())),
-      _placer(std::make_unique<MappedPlacer>(*_allocator, *_slots, nullptr)),
-      _work(threads) {}
+      _work(threads) {
+    _placer = std::make_unique<MappedPlacer>(*_allocator, *_slots, &_operations.expertWork().profiler());
+}
 
 CpuBackend::CpuBackend(int threads, std::unique_ptr<DeviceMemory> memory)
     : _memory(std::move(memory)), _allocator(std::make_unique<Allocator>(*_memory)), _work(threads) {
@@ -48,7 +49,7 @@ void CpuBackend::whenUploaded(std::function<void(double)> told) {
 void CpuBackend::readFrom(const std::vector<MappedFile>& files) {
     if (_stream) return;
     _reader = std::make_unique<FileReader>(files);
-    _source = std::make_unique<ExpertSource>(*_slots, *_reader);
+    _source = std::make_unique<ExpertSource>(*_slots, *_reader, _operations.expertWork().profiler());
     _operations.expertWork().useSource(_source.get());
 }
 

@@ -63,8 +63,13 @@ void ExpertSource::placeInSlots(int32_t layer, const std::vector<int32_t>& chose
         const auto expert = static_cast<size_t>(e);
         _slots.addUses(layer, e, static_cast<float>((expertBegin[expert + 1] - expertBegin[expert]) * weight));
     }
+    using Event = ExpertAccessProfiler::Event;
     for (const int32_t e : chosen) {
-        if (const auto slot = _slots.getOrLoad(layer, e)) toSlot(layer, e, *slot, _places[static_cast<size_t>(e)]);
+        Place& place = _places[static_cast<size_t>(e)];
+        if (const auto slot = _slots.getOrLoad(layer, e)) toSlot(layer, e, *slot, place);
+        const auto times =
+            static_cast<uint64_t>(expertBegin[static_cast<size_t>(e) + 1] - expertBegin[static_cast<size_t>(e)]);
+        _profiler.count(layer, e, place.present ? Event::Hit : Event::Fetched, times);
     }
 }
 

@@ -20,8 +20,10 @@ namespace sharpi {
 
 class ExpertSource {
 public:
-    // slots: made with ramSlotLayout(). It may hold none. The reader and the slots must outlive this object.
-    ExpertSource(ExpertSlotManager& slots, FileReader& reader) : _slots(slots), _reader(reader) {}
+    // slots: made with ramSlotLayout(). It may hold none. The profiler is told what slots had and what was read to
+    // them. All must outlive this object.
+    ExpertSource(ExpertSlotManager& slots, FileReader& reader, ExpertAccessProfiler& profiler)
+        : _slots(slots), _reader(reader), _profiler(profiler) {}
 
     void beginPass(int64_t rows);
     // The pass was given up. Waits for reads on their way.
@@ -56,6 +58,7 @@ private:
 
     ExpertSlotManager& _slots;
     FileReader& _reader;
+    ExpertAccessProfiler& _profiler;
     int64_t _rows = 0;
     std::vector<Place> _places;                            // of the layer at hand, by expert
     std::map<std::pair<int32_t, int32_t>, Ticket> _ahead;  // (layer, expert) read ahead to slots in this pass

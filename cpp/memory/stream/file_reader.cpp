@@ -86,7 +86,10 @@ FileReader::Ticket FileReader::ask(const std::vector<Part>& parts) {
     if (_threads.empty() && !parts.empty()) startThreads();
     std::unique_lock<std::mutex> lock(_mutex);
     const Ticket first = _asked.size();
-    for (const Part& part : parts) _asked.push_back({part});
+    for (const Part& part : parts) {
+        if (part.bytes) fileOf(part.file);  // throws here rather than in a thread of the reader's
+        _asked.push_back({part});
+    }
     _more.notify_all();
     while (_threads.empty() && readNext(lock)) {
     }
