@@ -9,6 +9,7 @@
 #include "cpu/kernels.h"
 #include "hardware/devices.h"
 #include "hardware/hardware_probe.h"
+#include "memory/host_memory.h"
 
 namespace sharpi {
 
@@ -63,6 +64,9 @@ void bindHardware(py::module_& m) {
     m.def("dequantize", &dequantize, py::arg("ggml_type"), py::arg("data"), py::arg("cols"),
           "Rows of a quantized format as float32 [rows, cols].");
     m.def("cpu_isa", [] { return cpu::kernels().name; }, "The instruction set that the CPU's kernels use here.");
+    m.def(
+        "free_ram", [] { return memoryRoom().available; },
+        "Bytes of RAM that this process can still take without swapping, cached pages of files included.");
     m.def(
         "find_cuda_device",
         [](int ordinal) {

@@ -24,8 +24,10 @@ DeviceLayout fileLayout() {
 CpuBackend::CpuBackend(int threads)
     : _memory(std::make_unique<HostMemory>()),
       _allocator(std::make_unique<Allocator>(*_memory)),
-      _placer(std::make_unique<MappedPlacer>(*_allocator)),
-      _work(threads) {}
+      _slots(std::make_unique<ExpertSlotManager>(*_allocator, ramSlotLayout())),
+      _work(threads) {
+    _placer = std::make_unique<MappedPlacer>(*_allocator, *_slots, &_operations.expertWork().profiler());
+}
 
 CpuBackend::CpuBackend(int threads, std::unique_ptr<DeviceMemory> memory)
     : _memory(std::move(memory)), _allocator(std::make_unique<Allocator>(*_memory)), _work(threads) {
@@ -44,13 +46,32 @@ void CpuBackend::whenUploaded(std::function<void(double)> told) {
     if (_stream) _stream->onUploaded(std::move(told));
 }
 
+void CpuBackend::readFrom(const std::vector<MappedFile>& files) {
+    if (_stream) return;
+    _reader = std::make_unique<FileReader>(files);
+    _source = std::make_unique<ExpertSource>(*_slots, *_reader, _operations.expertWork().profiler());
+    _operations.expertWork().useSource(_source.get());
+}
+
 void CpuBackend::unload() {
     _scratch = Buffer();
+    _operations.expertWork().useSource(nullptr);
+    _source.reset();
+    _reader.reset();
     _placer.reset();
     _slots.reset();
     _work.stream = nullptr;
     _stream.reset();
     _transfers.reset();
+}
+
+ExpertCounts CpuBackend::expertCounts() {
+    ExpertCounts counts = _operations.expertWork().profiler().counts();
+    if (_slots->capacity() == 0) return counts;
+    counts.capacity = _slots->capacity();
+    counts.resident = _slots->resident();
+    counts.slotBytes = _slots->bytes();
+    return counts;
 }
 
 void CpuBackend::takeScratch(const StepLimits& limits) {
@@ -66,7 +87,13 @@ void CpuBackend::begin(const Batch& batch, const KvCache& kv) {
 
 void CpuBackend::region(Pass pass, const std::function<void()>& body) {
     if (_stream) _stream->begin(partOf(pass), false, !_work.batch->logitRows.empty());
-    body();
+    if (_source) _source->beginPass(_work.rows());
+    try {
+        body();
+    } catch (...) {
+        if (_source) _source->passFailed();
+        throw;
+    }
     if (_stream) _stream->end();
 }
 

@@ -22,8 +22,9 @@ public:
     Placer& placer() override { return *_placer; }
     BusUse bus() const override { return {_stream && _stream->streams(), 0}; }
     void whenUploaded(std::function<void(double seconds)> told) override;
+    void readFrom(const std::vector<MappedFile>& files) override;
     void unload() override;
-    ExpertCounts expertCounts() override { return _operations.expertWork().profiler().counts(); }
+    ExpertCounts expertCounts() override;
     void forgetExpertCounts() override { _operations.expertWork().profiler().clear(); }
     void takeScratch(const StepLimits& limits) override;
 
@@ -47,8 +48,11 @@ private:
     std::unique_ptr<DeviceMemory> _memory;
     std::unique_ptr<Allocator> _allocator;
     std::unique_ptr<Transfers> _transfers;
-    std::unique_ptr<WeightStream> _stream;      // if weights are not in the mapped file
-    std::unique_ptr<ExpertSlotManager> _slots;  // then too; it stays empty, since the CPU's batches are all alike
+    std::unique_ptr<WeightStream> _stream;  // if weights are not in the mapped file
+    // In RAM, of a model that is larger. Beside a weight stream it stays empty, since the CPU's batches are all alike.
+    std::unique_ptr<ExpertSlotManager> _slots;
+    std::unique_ptr<FileReader> _reader;  // if weights are in the mapped file
+    std::unique_ptr<ExpertSource> _source;
     std::unique_ptr<Placer> _placer;
     CpuWork _work;
     CpuOperations _operations{_work};

@@ -27,19 +27,24 @@ MappedFile::MappedFile(const std::string& path) : _path(path) {
     } else {
         errno = EINVAL;
     }
-    const int error = errno;
-    ::close(fd);
-    errno = error;
-    if (mapped == MAP_FAILED) fail("cannot be mapped into memory");
+    if (mapped == MAP_FAILED) {
+        const int error = errno;
+        ::close(fd);
+        errno = error;
+        fail("cannot be mapped into memory");
+    }
+    _descriptor = fd;
     _data = static_cast<const uint8_t*>(mapped);
 }
 
 MappedFile::~MappedFile() {
-    if (_data) ::munmap(const_cast<uint8_t*>(_data), _bytes);
+    if (!_data) return;
+    ::munmap(const_cast<uint8_t*>(_data), _bytes);
+    ::close(_descriptor);
 }
 
 MappedFile::MappedFile(MappedFile&& other) noexcept
-    : _path(std::move(other._path)), _data(other._data), _bytes(other._bytes) {
+    : _path(std::move(other._path)), _descriptor(other._descriptor), _data(other._data), _bytes(other._bytes) {
     other._data = nullptr;
 }
 

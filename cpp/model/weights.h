@@ -22,9 +22,11 @@ public:
     const std::string& path() const { return _path; }
     const uint8_t* data() const { return _data; }
     uint64_t bytes() const { return _bytes; }
+    int descriptor() const { return _descriptor; }
 
 private:
     std::string _path;
+    int _descriptor = -1;
     const uint8_t* _data = nullptr;
     uint64_t _bytes = 0;
 };

@@ -12,6 +12,7 @@
 #include "experts/expert_profiler.h"
 #include "experts/expert_use.h"
 #include "memory/kv_cache.h"
+#include "model/weights.h"
 #include "operations/batch.h"
 #include "operations/operations.h"
 #include "placement/placer.h"
@@ -84,6 +85,8 @@ public:
     // To be called before weights are placed. `told` is called once all resident weights have arrived; if weights stay
     // in the mapped file, it is never called.
     virtual void whenUploaded(std::function<void(double seconds)> /*told*/) {}
+    // The files that weights are placed from. Call it before anything is placed; they must outlive the backend.
+    virtual void readFrom(const std::vector<MappedFile>&) {}
     // Gives everything back that was placed or taken. Only allocator() may be asked afterwards.
     virtual void unload() = 0;
     // How the experts have been used so far.

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "core/contract.h"
+#include "memory/stream/file_reader.h"
 
 namespace sharpi {
 
@@ -33,6 +34,12 @@ const float* copiedVector(Allocator& allocator, std::vector<Buffer>& buffers, co
 
 }  // namespace
 
+DeviceLayout ramSlotLayout() {
+    DeviceLayout layout;
+    layout.bytes = [](const Matrix& m) { return FileReader::roomFor(fileBytes(m)); };
+    return layout;
+}
+
 std::vector<Weight> MappedPlacer::weights(const std::vector<FileMatrix>& files) {
     std::vector<Weight> placed;
     for (const FileMatrix& f : files) placed.push_back(weightOf(f.file, f.file.data));
@@ -42,6 +49,7 @@ std::vector<Weight> MappedPlacer::weights(const std::vector<FileMatrix>& files) 
 Weight MappedPlacer::table(const FileMatrix& file) { return weightOf(file.file, file.file.data); }
 
 PlacedExperts MappedPlacer::experts(const ExpertStacks& file, Home, const std::string&) {
+    _slots.addLayer(file);
     return {stackOf(file.gate), stackOf(file.up), stackOf(file.down)};
 }
 

@@ -48,18 +48,26 @@ public:
     virtual void takeExpertSlots(size_t) {}
 };
 
+// How slots in RAM keep matrices: with room for the whole blocks of the disk around them.
+DeviceLayout ramSlotLayout();
+
 // The CPU's: matrices stay in the mapped file, whatever the plan says.
 class MappedPlacer : public Placer {
 public:
-    explicit MappedPlacer(Allocator& allocator) : _allocator(allocator) {}
+    // slots: in RAM, of a model that is larger; they may hold none. The profiler may be null.
+    MappedPlacer(Allocator& allocator, ExpertSlotManager& slots, ExpertAccessProfiler* profiler)
+        : _allocator(allocator), _slots(slots), _profiler(profiler) {}
     std::vector<Weight> weights(const std::vector<FileMatrix>& files) override;
     Weight table(const FileMatrix& file) override;
     PlacedExperts experts(const ExpertStacks& file, Home home, const std::string& name) override;
     Weight made(const Matrix& shape, std::vector<uint8_t> bytes, const std::string& name) override;
     const float* vector(const float* host, size_t count, const std::string& name) override;
+    void takeExpertSlots(size_t bytes) override { _slots.take(bytes, _profiler); }
 
 private:
     Allocator& _allocator;
+    ExpertSlotManager& _slots;
+    ExpertAccessProfiler* _profiler;
     std::vector<Buffer> _buffers;
 };
 

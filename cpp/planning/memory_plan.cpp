@@ -96,10 +96,10 @@ struct Counted {
           trace(allocator, nullptr),
           layout(options.device.kind->layout()),
           stream(allocator, layout.value_or(DeviceLayout()), nullptr),
-          slots(allocator, layout.value_or(DeviceLayout())) {
+          slots(allocator, layout.value_or(ramSlotLayout())) {
         trace.note("start");
         if (layout) placer = std::make_unique<DevicePlacer>(allocator, *layout, stream, slots, nullptr);
-        else placer = std::make_unique<MappedPlacer>(allocator);
+        else placer = std::make_unique<MappedPlacer>(allocator, slots, nullptr);
         const Weights shapes(tensors);
         weights.emplace(spec, shapes, *placer, options.homes, options.expertSlotBytes, options.context, trace);
     }
@@ -136,7 +136,7 @@ std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& te
     const DeviceKind& kind = *options.device.kind;
     const Buffer scratch(model.allocator, kind.scratchBytes(limits, options.threads), "working memory");
     std::optional<Buffer> staging;
-    if (const size_t bytes = expertStagingBytes(model.slots))
+    if (const size_t bytes = model.layout ? expertStagingBytes(model.slots) : 0)
         staging.emplace(model.allocator, bytes, "staging for experts");
     model.trace.note("scratch");
     std::vector<TraceLine> lines(model.trace.lines().begin() + 1, model.trace.lines().end());

@@ -3,13 +3,19 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "core/portable.h"
 #include "cpu/operations/cpu_router.h"
 
 namespace sharpi {
 
-void CpuExperts::route(const RouterCall& call) {
+void CpuExperts::route(const ExpertCall& call) {
+    choose(call.routing);
+    _sourced = _source && _source->find(call, _routing.expertBegin);
+}
+
+void CpuExperts::choose(const RouterCall& call) {
     const int64_t rows = _work.rows();
     const auto used = static_cast<size_t>(call.used), pairs = static_cast<size_t>(rows) * used;
     Routing& r = _routing;
@@ -42,6 +48,7 @@ void CpuExperts::route(const RouterCall& call) {
 void CpuExperts::multiply(const float* x, const cpu::QuantizedRows& xQuant, const int32_t* rowIndex,
                           const std::vector<ExpertProduct>& products) {
     std::vector<cpu::MatmulArgs> together;
+    std::vector<Job> sourced;
     for (const ExpertProduct& product : products) {
         _work.forExperts(product.w, [&](const MatrixStack& part, int32_t first) {
             std::vector<cpu::MatmulArgs> jobs;
@@ -57,13 +64,31 @@ void CpuExperts::multiply(const float* x, const cpu::QuantizedRows& xQuant, cons
                 job.count = end - begin;
                 job.y = product.y + begin * job.w.rows;
                 job.yStride = job.w.rows;
-                jobs.push_back(job);
+                if (_sourced) {
+                    job.w = _source->matrix(first + i, product.which);
+                    sourced.push_back({job, first + i, product.which});
+                } else {
+                    jobs.push_back(job);
+                }
             }
             if (product.w.resident()) together.insert(together.end(), jobs.begin(), jobs.end());
             else _work.multiply(jobs);
         });
     }
-    _work.multiply(together);
+    if (_sourced) multiplyAsRead(std::move(sourced));
+    else _work.multiply(together);
+}
+
+void CpuExperts::multiplyAsRead(std::vector<Job> jobs) {
+    while (!jobs.empty()) {
+        _source->await(jobs.front().expert, jobs.front().which);
+        const auto left = std::stable_partition(
+            jobs.begin(), jobs.end(), [&](const Job& job) { return _source->arrived(job.expert, job.which); });
+        std::vector<cpu::MatmulArgs> ready;
+        for (auto job = jobs.begin(); job != left; ++job) ready.push_back(job->product);
+        jobs.erase(jobs.begin(), left);
+        _work.multiply(ready);
+    }
 }
 
 void CpuExperts::compute(const ExpertCall& call) {
@@ -73,8 +98,8 @@ void CpuExperts::compute(const ExpertCall& call) {
     float *const gate = _work.at(RowBuffer::Gate), *const up = _work.at(RowBuffer::Up);
     const auto isQuantized = [](const MatrixStack& m) { return !info(m.first.type).isFloat; };
     cpu::QuantizedRows xQuant, hiddenQuant;
-    std::vector<ExpertProduct> products{{call.gate, gate}};
-    if (call.gated()) products.push_back({call.up, up});
+    std::vector<ExpertProduct> products{{call.gate, gate, 0}};
+    if (call.gated()) products.push_back({call.up, up, 1});
     if (isQuantized(call.gate) || (call.gated() && isQuantized(call.up)))
         xQuant = _work.quantize(normed, _work.rows(), call.gate.first.cols, s.quantized);
     multiply(normed, xQuant, _routing.pairToken.data(), products);
@@ -82,7 +107,7 @@ void CpuExperts::compute(const ExpertCall& call) {
     if (isQuantized(call.down)) hiddenQuant = _work.quantize(gate, pairs, hidden, s.quantizedHidden);
     std::vector<int32_t> own(static_cast<size_t>(pairs));
     for (size_t i = 0; i < own.size(); ++i) own[i] = static_cast<int32_t>(i);
-    multiply(gate, hiddenQuant, own.data(), {{call.down, _work.at(RowBuffer::ExpertOut)}});
+    multiply(gate, hiddenQuant, own.data(), {{call.down, _work.at(RowBuffer::ExpertOut), 2}});
     const bool added = call.to == RowBuffer::Residual;
     float* const block = added ? _work.floats(s.block) : _work.at(call.to);
     sumByRank(call, block);

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cpu/cpu_work.h"
+#include "cpu/operations/expert_source.h"
 #include "experts/expert_profiler.h"
 
 namespace sharpi {
@@ -13,9 +14,11 @@ class CpuExperts {
 public:
     explicit CpuExperts(CpuWork& work) : _work(work) {}
     ExpertAccessProfiler& profiler() { return _profiler; }
+    // nullptr: all experts are in memory, or come through the weight stream.
+    void useSource(ExpertSource* source) { _source = source; }
 
-    // Chooses each row's experts by RouterLogits, and counts them.
-    void route(const RouterCall& call);
+    // Chooses each row's experts by RouterLogits, and counts them. What is not in memory is asked of the disk.
+    void route(const ExpertCall& call);
     // See Operations::experts().
     void compute(const ExpertCall& call);
 
@@ -33,7 +36,17 @@ private:
     struct ExpertProduct {
         const WeightStack& w;
         float* y = nullptr;  // [pairs, w.first.rows]
+        size_t which = 0;    // of an expert's matrices; see ExpertSource
     };
+    // The pairs of one expert.
+    struct Job {
+        cpu::MatmulArgs product;
+        int32_t expert = 0;
+        size_t which = 0;
+    };
+    void choose(const RouterCall& call);
+    // Computes those in memory first, then the others as they arrive.
+    void multiplyAsRead(std::vector<Job> jobs);
     // Pair p reads row rowIndex[p] of x.
     void multiply(const float* x, const cpu::QuantizedRows& xQuant, const int32_t* rowIndex,
                   const std::vector<ExpertProduct>& products);
@@ -44,6 +57,8 @@ private:
     CpuWork& _work;
     ExpertAccessProfiler _profiler;
     Routing _routing;
+    ExpertSource* _source = nullptr;
+    bool _sourced = false;  // the layer's experts come from there
 };
 
 }  // namespace sharpi

@@ -28,7 +28,7 @@ public:
     void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) override;
     void deltaRule(const DeltaCall& call, const RecurrentLayer& state, const Weight& reader) override;
     void mamba(const MambaCall& call, const RecurrentLayer& state, const Weight& reader) override;
-    void route(const ExpertCall& call) override { _experts.route(call.routing); }
+    void route(const ExpertCall& call) override { _experts.route(call); }
     void experts(const ExpertCall& call) override { _experts.compute(call); }
     void joinDraft(const Weight& table, const float* norms, const float* sourceNorm, float eps,
                    const Weight& reader) override;

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from sharpi.errors import SharpiError
 
-__all__ = ["Gpu", "busy_seconds", "core_count", "cpu_name", "gpu", "machine_core_count", "ram_bytes", "usable_threads"]
+__all__ = ["Gpu", "busy_seconds", "core_count", "cpu_name", "free_ram_bytes", "gpu", "machine_core_count", "ram_bytes",
+           "usable_threads"]
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -87,6 +88,13 @@ def ram_bytes() -> int:
     """The machine's RAM in bytes, or a container's limit on it if that is smaller."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *_container_limits()])
+
+
+def free_ram_bytes() -> int:
+    """What this process can still take of the RAM without swapping, the page cache included."""
+    from sharpi import _core  # late: planning and `sharpi --help` need no core
+
+    return _core.free_ram()
 
 
 def _container_limits() -> list[int]:

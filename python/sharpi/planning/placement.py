@@ -133,9 +133,10 @@ class ExpertPool(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Bytes of the weights of one kind by where they are used from: each byte is in one of the five. missed: of
+    """Bytes of the weights of one kind by where they are used from: each byte is in one of the six. missed: of
     experts, those beyond what the slots hold; they are the CPU's or come across PCIe, whichever is quicker just
     then. by_row: of tables that stay in the file and need neither VRAM nor RAM; only rows of a batch's tokens are read.
+    disk: of experts, those beyond what the slots in RAM hold.
     """
 
     kind: str
@@ -144,6 +145,7 @@ class Placed(NamedTuple):
     cpu: int
     missed: int = 0
     by_row: int = 0
+    disk: int = 0
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,10 @@ class Plan:
     VRAM, and expert_pools: what they are then. expert_rates: bytes a second of the CPU and of PCIe, by which they share
     missed experts; if that of PCIe is 0, the CPU computes all of them, as it does if no rates are known. hit_rate: the
     part of the experts' uses that is expected to find them in slots, `None` if no expert has a slot as its home;
-    hit_source says how that is known. prefill (of one batch), decode (at the beginning of a
-    context) and decode_full (at its end): the predicted speeds, and `profile` the machine that they are for; `None` if
-    nobody needed to know. fingerprint: of the file's tensors. sequences: how many
+    hit_source says how that is known. prefill (of one batch), decode (at the beginning of a context) and decode_full
+    (at its end): the predicted speeds, and `profile` the machine that they are for; `None` if nobody needed to know.
+    fingerprint: of the file's tensors. disk_bytes: of a mixture that is larger than RAM, on the CPU, its experts'
+    bytes: they are read from the disk, at disk_bytes_per_second, unless they are in the slots. sequences: how many
     there is room for whose recurrent state is held, in a model that has one, or what a window or chunk shows of them.
     cache_tokens: that the KV cache has room for, of all sequences together; 0: as many as the context.
     mtp: whether the file's prediction layer is loaded, for drafted tokens. draft_cost: what such a token adds to a
@@ -96,6 +97,8 @@ class Plan:
     decode: Speed | None = None
     decode_full: Speed | None = None
     profile: HardwareProfile | None = None
+    disk_bytes: int = 0
+    disk_bytes_per_second: float | None = None
     sequences: int = DEFAULT_SEQUENCES
     cache_tokens: int = 0
     mtp: bool = False
@@ -172,8 +175,9 @@ class Plan:
     @property
     def mapped_bytes(self) -> int:
         """Weights that are read where the file is mapped, and beside which the lines must fit: all of them on the
-        CPU. On the GPU direct weights are in RAM too, but what must fit there is in the lines."""
-        return self.weights_bytes if self.device == "cpu" else 0
+        CPU, but for experts that slots are for. On the GPU direct weights are in RAM too, but what must fit there is in
+        the lines."""
+        return self.weights_bytes - self.disk_bytes if self.device == "cpu" else 0
 
     @property
     def total_bytes(self) -> int:
@@ -306,7 +310,7 @@ def _check(plan: Plan, file: GgufFile, spec: Any) -> None:
         raise InvalidRequestError("it loads a prediction layer, and the model has none to use")
     if plan.device == "cuda":
         Inventory.of(file, spec, mtp=plan.mtp).check(plan.homes)
-    if plan.expert_slots and all(home.home != SLOTS for home in plan.homes):
+    if plan.device == "cuda" and plan.expert_slots and all(home.home != SLOTS for home in plan.homes):
         raise InvalidRequestError("it has slots for experts, none of which are to be in slots")
 
 
@@ -314,6 +318,8 @@ def _check(plan: Plan, file: GgufFile, spec: Any) -> None:
 
 
 def _read(data: dict[str, Any], name: str) -> Any:
+    if name in _LATER and name not in data:
+        return _LATER[name]
     if name not in data:
         raise InvalidRequestError(f"it is no whole plan: {name!r} is missing")
     try:
@@ -392,9 +398,9 @@ def _line(value: Any) -> tuple[str, int]:
 
 
 def _placed(value: Any) -> Placed:
-    # Plans were made before tables were counted apart.
-    counts = {"by_row": 0, **value}
-    places = ("vram", "direct", "cpu", "missed", "by_row")
+    # Plans were made before tables, and before experts on the disk, were counted apart.
+    counts = {"by_row": 0, "disk": 0, **value}
+    places = ("vram", "direct", "cpu", "missed", "by_row", "disk")
     return Placed(_text(value["kind"]), *(_count()(counts[place]) for place in places))
 
 
@@ -423,10 +429,14 @@ def _number(least: float, most: float) -> Callable[[Any], float]:
     return read
 
 
+# What plans have had for some time only, and what the others mean.
+_LATER = {"disk_bytes": 0, "disk_bytes_per_second": None}
+
 _READERS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("model", "architecture", "fingerprint", "why"), _text),
     **{name: _count() for name in ("weights_bytes", "kv_bytes", "kv_bytes_if_all_seen", "fitting_context",
-                                   "fitting_batch", "fitting_vram", "expert_slots")},
+                                   "fitting_batch", "fitting_vram", "expert_slots", "disk_bytes")},
+    "disk_bytes_per_second": _maybe(_number(1, 1e15)),
     "device": _one_of("cpu", "cuda"),
     "gpu": _gpu,
     "vram": _maybe(_count(1 << 20)),

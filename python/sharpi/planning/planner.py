@@ -26,6 +26,7 @@ from sharpi.planning.gpu_plan import DEFAULT_GPU_BATCH, VRAM_MARGIN, OnGpu, fitt
 from sharpi.planning.plan import DEFAULT_SEQUENCES, Plan, load_plan, size_words
 from sharpi.planning.prediction import after_on_cpu, completed, decode_on_cpu, draft_cost_on_cpu, prefill_on_cpu
 from sharpi.planning.prompt_modes import choose_prompt, least_batch, rounding_words
+from sharpi.planning.ram_slots import RamSlots
 from sharpi.planning.request import Request, Spec
 from sharpi.settings.choices import DEVICES, EXACT, KV_DTYPES
 from sharpi.settings.switches import check_switches
@@ -159,11 +160,8 @@ def _on_cpu(request: Request, why: str, found: Gpu | str | None) -> Plan:
     """The plan for the CPU."""
     batch = min(request.batch or DEFAULT_BATCH["cpu"], request.context)
     room = ram_bytes() if request.ram is None else request.ram
-    mapped = sum(tensor.nbytes for tensor in request.file.tensors)
-
-    def fits(context: int, rows: int) -> bool:
-        return mapped + request.total("cpu", context, rows, ()) <= room
-
+    slots = RamSlots(request, batch, room)
+    fits = slots.fits
     shown: dict[str, Any] = {}
     if request.shown and fits(request.context, batch):
         profile = request.speeds.of("cpu", found)
@@ -174,7 +172,9 @@ def _on_cpu(request: Request, why: str, found: Gpu | str | None) -> Plan:
                  "decode": decode_on_cpu(known.model_uses, profile, request.threads, known.beside),
                  "decode_full": decode_on_cpu(known.model_uses, profile, request.threads, full),
                  "draft_cost": draft_cost_on_cpu(known, profile, request.threads)}
-    return request.fill("cpu", why, found, batch, room, (), **shown,
+        if slots.bytes:
+            shown = slots.speeds(shown, profile)
+    return request.fill("cpu", why, found, batch, slots.room, (), **slots.details(), **shown,
                         fitting_batch=fitting_batch(batch, least_batch("cpu", EXACT),
                                                     lambda rows: fits(request.context, rows)),
                         fitting_context=largest(request.spec.context_length,

@@ -74,9 +74,9 @@ if TYPE_CHECKING:
     from sharpi.planning.expert_stats import ExpertStats
 
 __all__ = ["BOUNDS", "Cached", "Speed", "Traffic", "after_on_cpu", "after_on_gpu", "balanced", "cached_experts",
-           "completed", "decode_on_cpu", "decode_on_gpu", "decode_seconds", "draft_cost_on_cpu", "draft_cost_on_gpu",
-           "expert_rates", "hit_rate", "operations", "part_at_work", "prefill_on_cpu", "prefill_on_gpu", "share_rows",
-           "shares", "traffic"]
+           "completed", "decode_from_disk", "decode_on_cpu", "decode_on_gpu", "decode_seconds", "draft_cost_on_cpu",
+           "draft_cost_on_gpu", "expert_rates", "hit_rate", "operations", "part_at_work", "prefill_from_disk",
+           "prefill_on_cpu", "prefill_on_gpu", "share_rows", "shares", "traffic"]
 
 # Seconds for a row of activations to go from the GPU to the CPU, or back, and to be noticed there.
 CROSSING_SECONDS = 15e-6
@@ -122,7 +122,7 @@ LEAST_SHARE = 0.03
 SHARES = 512
 
 # What can bound a speed. The fixed times of kernels count as the GPU's arithmetic, those of crossings as RAM.
-BOUNDS = ("PCIe", "RAM", "VRAM", "GPU arithmetic", "CPU arithmetic")
+BOUNDS = ("PCIe", "RAM", "VRAM", "GPU arithmetic", "CPU arithmetic", "disk")
 
 
 @dataclass(frozen=True)
@@ -445,6 +445,22 @@ def prefill_on_cpu(uses: Sequence[Use], profile: HardwareProfile, rows: int, thr
     """The speed of prefill on the CPU."""
     rate = profile.cpu_flops * part_at_work(profile, threads)
     return Speed(rows * rate / max(1.0, operations(uses, rows)), "CPU arithmetic")
+
+
+def decode_from_disk(in_ram: Speed, cached: Mapping[int, Cached], disk_bytes_per_second: float) -> Speed:
+    """The speed of decode on the CPU if experts that are in no slot in RAM are read from the disk, `in_ram` being that
+    with all of them in RAM. A layer's products wait for the last of its experts, so little is hidden."""
+    computed = 1 / in_ram.tokens_per_second
+    read = sum(layer.used * layer.expert_bytes * (1 - layer.hit) for layer in cached.values()) / disk_bytes_per_second
+    return Speed(1 / (computed + read), "disk" if read > computed else in_ram.bound)
+
+
+def prefill_from_disk(in_ram: Speed, rows: int, held: float, expert_bytes: float,
+                      disk_bytes_per_second: float) -> Speed:
+    """The same for a batch of `rows` tokens, which need all experts. The disk reads ahead while others are computed.
+    held: the part of the experts that is in slots."""
+    computed, read = rows / in_ram.tokens_per_second, expert_bytes * (1 - held) / disk_bytes_per_second
+    return Speed(rows / read, "disk") if read > computed else in_ram
 
 
 def shares() -> list[float]:

@@ -162,7 +162,7 @@ class Request:
             cache_tokens=self.cache_tokens,
             device=device,
             homes=() if whole else homes,
-            expert_slot_bytes=0 if whole else slots,
+            expert_slot_bytes=0 if whole and device == "cuda" else slots,
         )
 
     def prompt_on(self, device: str) -> str:

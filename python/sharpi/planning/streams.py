@@ -81,10 +81,11 @@ class Forecast:
 
 def forecast(plan: Plan, file: GgufFile, spec: Spec, streams: int, tokens: int, *, max_gap: float = 0.2,
              warm: ExpertStats | None = None, profile: HardwareProfile | None = None) -> Forecast | None:
-    """`None` if the plan does not fit, or if nobody knows the machine. profile: the machine's speeds, if the plan has
+    """`None` if the plan does not fit or reads experts from the disk, or if nobody knows the machine.
+    profile: the machine's speeds, if the plan has
     none."""
     known = plan.profile or profile
-    if known is None or not plan.fits or (plan.device == "cuda" and known.gpu is None):
+    if known is None or not plan.fits or plan.disk_bytes or (plan.device == "cuda" and known.gpu is None):
         return None
     inventory = Inventory.of(file, spec, mtp=plan.mtp).on(known)
     held, prompt = tokens - max(1, tokens // 4), max(1, tokens // 2)

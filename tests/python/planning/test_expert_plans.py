@@ -50,11 +50,11 @@ def test_experts_need_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "token_embd" not in others or inside
         row = next(row for row in plan.placement if row.kind == "experts")
         if inside:
-            assert row[1:] == (32 * size, 0, 0, 0, 0) and not plan.expert_slots
+            assert row[1:] == (32 * size, 0, 0, 0, 0, 0) and not plan.expert_slots
             assert (plan.expert_pools, plan.hit_rate, plan.hit_source) == ((), None, "")
         else:
             rest = (32 - slots) * size
-            assert row[1:] == (slots * size, 0, 0 if slots else rest, rest if slots else 0, 0)
+            assert row[1:] == (slots * size, 0, 0 if slots else rest, rest if slots else 0, 0, 0)
             assert plan.expert_pools == ((4, 32, size, slots),) and (plan.expert_slots > 0) is (slots > 0)
             assert plan.hit_rate == pytest.approx(slots / 32) and plan.hit_source == "uniform routing assumed"
             assert plan.expert_rates == (75e9, 45e9)
@@ -153,7 +153,7 @@ def test_all_experts_may_be_left_to_the_cpu(how: str, monkeypatch: pytest.Monkey
         assert (plan.expert_slots, plan.experts_in_slots, plan.hit_rate) == (0, 0, 0.0)
         assert plan.expert_rates == (75e9, 0.0), "nothing is fetched"
         row = next(row for row in plan.placement if row.kind == "experts")
-        assert row[1:] == (0, 0, sum(24 // 3 * model.layer_expert_bytes(layer) for layer in (0, 1, 3)), 0, 0)
+        assert row[1:] == (0, 0, sum(24 // 3 * model.layer_expert_bytes(layer) for layer in (0, 1, 3)), 0, 0, 0)
         before = held(plan)
         most = max(count for count in range(top + 1) if model.taken(100, 1000, inventory.homes(count)) <= budget)
         assert before == held(replace(plan, homes=inventory.homes(most)))

@@ -471,7 +471,7 @@ def test_a_table_of_rows_for_each_layer_takes_no_vram(tied: bool, monkeypatch: p
         assert plan.homes[table].home == "direct" and plan.total_bytes == same.total_bytes
         assert [home for tensor, home in enumerate(plan.homes) if tensor != table] == list(same.homes)
         assert next(row for row in plan.placement if row.by_row and row.kind == "layer embeddings")[1:] == (
-            0, 0, 0, 0, model.sizes[table])
+            0, 0, 0, 0, model.sizes[table], 0)
         assert sum(sum(row[1:]) for row in plan.placement) == model.total
         # A token reads a row of it.
         assert plan.decode.tokens_per_second == pytest.approx(same.decode.tokens_per_second, rel=0.02)

@@ -88,7 +88,7 @@ def test_fused_experts_count_once() -> None:
     assert experts.tensors == (gate, down) and experts.nbytes == (3 << 20) + model.sizes[down]
     assert sum(use.batch_bytes for use in inventory.uses if use.role == "experts") == experts.nbytes
     placed = next(row for row in inventory.placed(inventory.homes(0)) if row.kind == "experts")
-    assert placed == ("experts", 0, 0, experts.nbytes, 0, 0)
+    assert placed == ("experts", 0, 0, experts.nbytes, 0, 0, 0)
 
 
 def test_an_embedding_that_is_the_head_counts_as_the_head() -> None:
@@ -285,9 +285,9 @@ def test_experts_are_placed_by_what_the_slots_hold() -> None:
 
     pools = [ExpertPool(2, 16, 1, 4), ExpertPool(1, 8, 1, 2)]
     inside = 3 * layer // 4
-    assert experts(pools) == (inside, 0, 0, 3 * layer - inside, 0)
-    assert experts([ExpertPool(3, 24, 1, 0)]) == (0, 0, 3 * layer, 0, 0), "there is no place to fetch to"
-    assert experts([ExpertPool(3, 24, 1, 24)]) == (3 * layer, 0, 0, 0, 0)
+    assert experts(pools) == (inside, 0, 0, 3 * layer - inside, 0, 0)
+    assert experts([ExpertPool(3, 24, 1, 0)]) == (0, 0, 3 * layer, 0, 0, 0), "there is no place to fetch to"
+    assert experts([ExpertPool(3, 24, 1, 24)]) == (3 * layer, 0, 0, 0, 0, 0)
 
 
 # --- homes from elsewhere --------------------------------------------------------------------------------------------

@@ -51,7 +51,8 @@ _MUCH_LESS = 0.97
 _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in RAM, fetched over PCIe"),
            ("missed", "on a miss", "~", "in RAM, on a miss computed by the CPU or fetched"),
            ("cpu", "by the CPU", "-", "in RAM, computed by the CPU"),
-           ("by_row", "by row", ":", "in the file, of which a token reads one row"))
+           ("by_row", "by row", ":", "in the file, of which a token reads one row"),
+           ("disk", "on the disk", ".", "on the disk, read when a token chooses them"))
 
 
 @click.command("plan", cls=Command, examples=(
@@ -156,7 +157,8 @@ def _weights(plan: Plan, verbose: bool) -> list[_Row]:
     rows: list[_Row] = []
     layers = plan.layer_bytes
     if plan.device == "cpu":
-        rows.append(("weights", plan.mapped_bytes, "mapped from the file"))
+        without = ", without the experts" if plan.disk_bytes else ""
+        rows.append(("weights", plan.mapped_bytes, "mapped from the file" + without))
         if not verbose:
             tables = plan.embedding_bytes + sum(layers) + plan.prediction_bytes + plan.head_bytes
             return [*rows, ("tables", tables, "norms and rotary angles")]
@@ -193,7 +195,8 @@ def _the_rest(plan: Plan) -> list[_Row]:
     if plan.streaming_bytes:
         rows.append(("streaming", plan.streaming_bytes, "slots for weights on their way over PCIe"))
     if plan.expert_slots:
-        rows.append(("expert slots", plan.expert_slots, "a cache of single experts"))
+        where = f"in RAM, of {size(plan.disk_bytes)} on the disk" if plan.disk_bytes else ""
+        rows.append(("expert slots", plan.expert_slots, where or "a cache of single experts"))
     if plan.device == "cuda":
         rows.append(("graphs", plan.graphs_bytes, "captured steps and kernels, about"))
     # The rows of slots and KV cache are what these hold, the total what the device gives out: the rows need not add up
@@ -280,7 +283,8 @@ def _speeds(plan: Plan, expected: Forecast | None) -> list[str]:
         rows.append((f"decode after {plan.context:,}", full))
     lines = [f"  {name:<21}{speed(found.tokens_per_second):>10} tokens/s   bound by {found.bound}"
              for name, found in rows]
-    return ["", "Predicted:", *lines, *_drafting(plan), *_many(expected), *_origin(plan.profile, plan.device)]
+    return ["", "Predicted:", *lines, *_drafting(plan), *_many(expected),
+            *_origin(plan.profile, plan.device, plan.disk_bytes_per_second)]
 
 
 def _many(expected: Forecast | None) -> list[str]:
@@ -313,13 +317,15 @@ def _drafting(plan: Plan) -> list[str]:
     return [_wrapped(said, "  ")]
 
 
-def _origin(profile: HardwareProfile, device: str) -> list[str]:
+def _origin(profile: HardwareProfile, device: str, disk: float | None) -> list[str]:
     """The machine that predictions are for."""
     names, rates = [printable(profile.cpu)], [("RAM", profile.ram_bytes_per_second)]
     if device == "cuda" and profile.gpu is not None:
         names.append(printable(profile.gpu))
         rates += [("PCIe", profile.pcie_bytes_per_second or 0.0), ("VRAM", profile.vram_bytes_per_second or 0.0)]
     said = f"For {' and '.join(names)}: {', '.join(f'{name} {rate / 1e9:,.0f} GB/s' for name, rate in rates)}"
+    if disk is not None:
+        said += f", disk {disk / 1e9:,.1f} GB/s"
     if not profile.assumed:
         return [_wrapped(f"{said}, {_measured(profile, device)}.", "  ")]
     return [_wrapped(f"{said}. For measured speeds, run `sharpi hardware --save FILE` on that machine and give"

@@ -1,0 +1,53 @@
+"""How fast the disk under a model's file is, for models that are larger than RAM."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import threading
+import time
+from pathlib import Path
+
+__all__ = ["ASSUMED_BYTES_PER_SECOND", "disk_bytes_per_second"]
+
+# Of an NVMe disk of the usual kind, for files that are not here.
+ASSUMED_BYTES_PER_SECOND = 3e9
+# As the core reads experts: so many requests at a time, each of about the size of an expert's matrix.
+_READERS, _BLOCK = 16, 1 << 20
+_SECONDS = 0.6
+
+
+def disk_bytes_per_second(path: Path) -> float | None:
+    """Random blocks of the file, past the page cache, many at a time. `None` if the file cannot be read like that. A
+    virtual machine's disk may be served from its host's memory; nobody here can tell."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except (OSError, AttributeError):  # no such file, or a system or file system that cannot
+        return None
+    try:
+        blocks = os.fstat(file).st_size // _BLOCK
+        return _rate(file, blocks) if blocks else None
+    finally:
+        os.close(file)
+
+
+def _rate(file: int, blocks: int) -> float | None:
+    counts, failed = [0] * _READERS, threading.Event()
+    begin = time.perf_counter()
+
+    def read(reader: int) -> None:
+        choose = random.Random(reader)
+        with mmap.mmap(-1, _BLOCK) as block:  # at the start of a page, as O_DIRECT wants it
+            while time.perf_counter() - begin < _SECONDS and not failed.is_set():
+                try:
+                    counts[reader] += os.preadv(file, [block], choose.randrange(blocks) * _BLOCK)
+                except OSError:
+                    failed.set()
+
+    threads = [threading.Thread(target=read, args=(reader,), daemon=True) for reader in range(_READERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return None if failed.is_set() else sum(counts) / (time.perf_counter() - begin)

@@ -1,0 +1,99 @@
+"""Plans for the CPU of mixtures that are larger than RAM: slots in RAM hold the experts that are used most, and the
+others are read from the disk when a token chooses them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from sharpi.machine.disk import ASSUMED_BYTES_PER_SECOND, disk_bytes_per_second
+from sharpi.machine.hardware import free_ram_bytes
+from sharpi.machine.profile import HardwareProfile
+from sharpi.planning.placement import ExpertPool, Placed
+from sharpi.planning.plan import SAVED_STATISTICS, UNIFORM_ROUTING
+from sharpi.planning.prediction import (
+    Cached,
+    cached_experts,
+    decode_from_disk,
+    hit_rate,
+    prefill_from_disk,
+)
+from sharpi.planning.request import Request
+
+__all__ = ["RamSlots"]
+
+# What slots leave of the RAM: to the page cache, in which the other weights and long prompts' experts are, and to other
+# programs. No more than a part of a small RAM.
+_MARGIN, _MARGIN_PART = 1 << 30, 8
+
+
+class RamSlots:
+    """The slots of a plan for the CPU. `room`: the machine's RAM."""
+
+    def __init__(self, request: Request, batch: int, room: int) -> None:
+        self._request, self._batch = request, batch
+        self.expert_bytes = sum(request.file.tensors[use.tensor].nbytes for use in request.inventory.uses
+                                if use.role == "experts")
+        weights = sum(tensor.nbytes for tensor in request.file.tensors)
+        self._others = weights - self.expert_bytes
+        # What a person plans for another machine, or a test sets, is all free.
+        free = room if request.ram is not None else min(room, free_ram_bytes())
+        taken = request.total("cpu", request.context, batch, ())
+        self.bytes = 0
+        if self.expert_bytes and weights + taken > free:
+            self.bytes = max(0, free - min(_MARGIN, free // _MARGIN_PART) - self._others - taken)
+        # What all must fit into.
+        self.room = free if self.bytes else room
+
+    def fits(self, context: int, rows: int) -> bool:
+        """Whether what must be in RAM is: everything but the experts."""
+        return self._others + self._request.total("cpu", context, rows, ()) <= self.room
+
+    @cached_property
+    def pools(self) -> tuple[ExpertPool, ...]:
+        """What the slots are."""
+        options = self._request.options("cpu", self._request.context, self._batch, (), self.bytes)
+        return tuple(ExpertPool(*pool) for pool in self._request.spec.expert_pools(options))
+
+    def details(self) -> dict[str, Any]:
+        """What the plan says of them, apart from speeds."""
+        if not self.bytes:
+            return {}
+        cached = cached_experts(self._request.inventory.uses, self.pools, self._request.warm)
+        return {"slots": self.bytes, "disk_bytes": self.expert_bytes, "expert_pools": self.pools,
+                "hit_rate": hit_rate(cached),
+                "hit_source": SAVED_STATISTICS if self._request.warm else UNIFORM_ROUTING}
+
+    def speeds(self, plain: Mapping[str, Any], profile: HardwareProfile) -> dict[str, Any]:
+        """The speeds and the placement of a plan whose experts are all in RAM, `plain`, with the disk's part."""
+        request = self._request
+        # Predictions are without drafts.
+        cached = {layer: known for layer, known in
+                  cached_experts(request.inventory.on(profile).uses, self.pools, request.warm).items()
+                  if layer < request.spec.layer_count}
+        rate = self._disk()
+        used = sum(request.file.tensors[use.tensor].nbytes for use in request.inventory.model_uses
+                   if use.role == "experts")
+        return {**plain, "disk_bytes_per_second": rate,
+                "placement": tuple(self._placed(each) for each in plain["placement"]),
+                "decode": decode_from_disk(plain["decode"], cached, rate),
+                "decode_full": decode_from_disk(plain["decode_full"], cached, rate),
+                "prefill": prefill_from_disk(plain["prefill"], self._batch, self._held(cached), used, rate),
+                "draft_cost": None}
+
+    def _held(self, cached: Mapping[int, Cached]) -> float:
+        return sum(layer.held for layer in cached.values()) / max(1, len(cached))
+
+    def _disk(self) -> float:
+        path = max(self._request.file.paths, key=lambda each: each.stat().st_size if each.exists() else 0, default=None)
+        return (disk_bytes_per_second(path) if path is not None else None) or ASSUMED_BYTES_PER_SECOND
+
+    def _placed(self, placed: Placed) -> Placed:
+        if placed.kind != "experts":
+            return placed
+        held = sum(pool.slots for pool in self.pools) / max(1, sum(pool.experts for pool in self.pools))
+        kept = round(placed.cpu * held)
+        return placed._replace(cpu=kept, disk=placed.cpu - kept)
+
+

@@ -1,0 +1,175 @@
+"""Mixtures that are larger than RAM: whatever slots in RAM hold, answers stay, and what cannot be read is an error."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from fake_model import cli_runner
+from tiny_models import HYBRIDS, MODELS, Delta, write
+
+from sharpi import Model, ModelFileError
+from sharpi.cli import main
+from sharpi.loading.description import describe
+from sharpi.machine.profile import ASSUMED
+from sharpi.planning.expert_stats import ExpertStats
+from sharpi.planning.plan import Plan
+from sharpi.planning.planner import make_plan
+
+MIB = 1 << 20
+SIZES: dict[str, Any] = {"width": 256, "heads": 4, "head_dim": 64, "hidden": 256, "layers": 3, "experts": 24,
+                         "experts_used": 3}
+SHAPES = {"qwen3moe": replace(MODELS["qwen3moe"], **SIZES, type="Q4_K"),
+          "float32": replace(MODELS["olmoe"], **SIZES),
+          "hybrid": replace(HYBRIDS["qwen35moe"], **SIZES, shared=256, type="Q6_K",
+                            delta=Delta(value_heads=4, head_dim=64, interval=3))}
+TOKENS = np.random.default_rng(5).integers(0, 96, 120).tolist()
+# Pieces of few rows and of so many that the next layer's experts are read ahead.
+PIECES = (1, 1, 40, 2, 5, 60, 1, 8, 1, 1)
+
+
+def planned(path: Path, ram: int, **options: Any) -> Plan:
+    file, spec = describe(path)
+    return make_plan(file, spec, **{"device": "cpu", "context": 128, "threads": 2, "ram": ram, "profile": ASSUMED,
+                                    **options})
+
+
+def needed(path: Path) -> int:
+    """The RAM with which everything stays mapped."""
+    return planned(path, 1 << 40).total_bytes
+
+
+def loaded(path: Path, folder: Path, ram: int) -> Model:
+    """The model as a machine with so little RAM would load it."""
+    plan = planned(path, ram)
+    saved = folder / f"{ram}.json"
+    saved.write_text(json.dumps(plan.to_dict()), encoding="utf-8")
+    return Model.load(path, plan=saved)
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield write(tmp_path_factory.mktemp("models") / "m.gguf", SHAPES[request.param])
+
+
+def answers(path: Path, **options: Any) -> tuple[np.ndarray, np.ndarray, str]:
+    with options.get("model") or Model.load(path, device="cpu", context=128, threads=2) as model:
+        text = "".join(map(str, model.generate(TOKENS[:5], max_tokens=40, temperature=0.7, seed=3)))
+        return model.logits(TOKENS), model.logits(TOKENS, chunks=PIECES), text
+
+
+def test_no_answer_depends_on_the_slots(model: Path, tmp_path: Path) -> None:
+    prefill, steps, text = answers(model)
+    whole = needed(model)
+    for share in (0.1, 0.4, 0.7):
+        experts = planned(model, whole * 7 // 8).disk_bytes
+        ram = round((whole - experts * (1 - share)) * 8 / 7)  # the margin takes an eighth
+        plan = planned(model, ram)
+        slots = sum(pool.slots for pool in plan.expert_pools)
+        assert 0 < slots < sum(pool.experts for pool in plan.expert_pools), share
+        assert plan.fits and plan.total_bytes <= ram
+        with loaded(model, tmp_path, ram) as small:
+            assert small.logits(TOKENS).tobytes() == prefill.tobytes(), share
+            assert small.logits(TOKENS, chunks=PIECES).tobytes() == steps.tobytes(), share
+            made = "".join(map(str, small.generate(TOKENS[:5], max_tokens=40, temperature=0.7, seed=3)))
+            stats = ExpertStats.from_engine(small.engine, small.plan)
+            assert made == text and stats and stats.capacity == stats.resident == slots
+            # What came first makes room for what is used more.
+            assert stats.loads.sum() - stats.evictions.sum() == slots and stats.evictions.sum() > 0
+            hits, fetched = stats.hits.sum(), stats.fetched.sum()
+            assert hits + fetched == stats.uses.sum() and min(hits, fetched) > 0
+
+
+def test_a_model_that_fits_has_no_slots(model: Path) -> None:
+    whole = needed(model)
+    for ram, has in ((whole, False), (whole - 1, True)):
+        plan = planned(model, ram)
+        assert (plan.expert_slots > 0) == has == (plan.disk_bytes > 0)
+        assert plan.mapped_bytes == plan.weights_bytes - plan.disk_bytes
+    experts = sum(tensor.nbytes for tensor in describe(model)[0].tensors if "_exps" in tensor.name)
+    assert planned(model, whole - 1).disk_bytes == experts
+
+
+def test_a_model_whose_other_weights_do_not_fit_says_so(model: Path) -> None:
+    whole = needed(model)
+    least = whole - planned(model, whole - 1).disk_bytes
+    assert not planned(model, least - 4096).fits and not planned(model, least - 4096).expert_slots
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cut(tmp_path: Path) -> Path:
+    """A model whose file ends with the last layer's experts, so that they can be cut off."""
+    shape = replace(SHAPES["qwen3moe"], type="F32")
+    last = f"blk.{shape.layers - 1}.ffn_down_exps.weight"
+    path = write(tmp_path / "all.gguf", shape)
+    data = next(tensor.data for tensor in gguf.GGUFReader(path).tensors if tensor.name == last)
+    return write(tmp_path / "cut.gguf", shape, skip=last, extra=((last, np.array(data)),))
+
+
+def test_what_cannot_be_read_is_an_error_and_the_model_goes_on(cut: Path, tmp_path: Path) -> None:
+    expected = answers(cut)[0]
+    size, content = cut.stat().st_size, cut.read_bytes()
+    with loaded(cut, tmp_path, needed(cut) * 3 // 5) as model:
+        assert model.plan.expert_slots
+        os.truncate(cut, size - 20 * 256 * 256 * 4)  # all but four of the last layer's
+        for _ in range(3):
+            with pytest.raises(ModelFileError, match=r"cut\.gguf: a part of it cannot be read"):
+                model.logits(TOKENS)
+        cut.write_bytes(content) if cut.stat().st_size == size else _append(cut, content)
+        assert model.logits(TOKENS).tobytes() == expected.tobytes()
+
+
+def _append(path: Path, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(0, os.SEEK_END)
+        file.write(content[file.tell():])
+
+
+# --- what plans say ----------------------------------------------------------------------------------------------
+
+
+def test_the_disk_bounds_the_speed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr("sharpi.planning.ram_slots.disk_bytes_per_second", lambda path: asked.append(path) or 1e6)
+    whole = needed(model)
+    inside, outside = (planned(model, ram, shown=True) for ram in (1 << 40, whole * 4 // 5))
+    assert inside.decode and outside.decode and inside.prefill and outside.prefill and asked == [model]
+    layers, used = SIZES["layers"], SIZES["experts_used"]
+    one = outside.disk_bytes / sum(pool.experts for pool in outside.expert_pools)
+    held = sum(pool.slots for pool in outside.expert_pools) / sum(pool.experts for pool in outside.expert_pools)
+    missed = layers * used * one * (1 - held) / 1e6
+    assert outside.hit_rate == pytest.approx(held)
+    assert 1 / outside.decode.tokens_per_second == pytest.approx(1 / inside.decode.tokens_per_second + missed)
+    read = layers * SIZES["experts"] * one * (1 - held) / 1e6
+    assert outside.prefill.tokens_per_second == pytest.approx(outside.batch / read)
+    assert {outside.decode.bound, outside.prefill.bound} == {"disk"}
+    assert sum(placed.disk for placed in outside.placement) == pytest.approx(outside.disk_bytes * (1 - held), abs=1)
+
+
+def test_the_command_shows_what_is_on_the_disk(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sharpi.planning.planner.ram_bytes", lambda: needed(model) * 4 // 5)
+    monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda *_: ASSUMED)
+    said = " ".join(cli_runner().invoke(main, ["plan", str(model), "-c", "128", "--device", "cpu"],
+                                        catch_exceptions=False).stdout.split())
+    for part in ("mapped from the file, without the experts", "on the disk, read when a token chooses them",
+                 "Experts in slots:", "disk "):
+        assert part in said, part
+
+
+def test_a_plan_of_before_is_still_read(model: Path, tmp_path: Path) -> None:
+    told = planned(model, 1 << 40).to_dict()
+    del told["disk_bytes"], told["disk_bytes_per_second"]
+    saved = tmp_path / "old.json"
+    saved.write_text(json.dumps(told), encoding="utf-8")
+    with Model.load(model, plan=saved) as opened:
+        assert opened.plan.disk_bytes == 0
