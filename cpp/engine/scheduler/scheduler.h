@@ -76,6 +76,7 @@ private:
     using Entries = std::vector<std::unique_ptr<Entry>>;
 
     void work();
+    void takeTurn();
     bool collect();
     void endOverdue();
     Entry* nextToPrepare(const std::vector<Entry*>& taken, int64_t promisedPages);
@@ -87,7 +88,7 @@ private:
     void prepare(const std::vector<Entry*>& group, int64_t rows);
     void startWriting(Entry& entry);
     bool write();
-    void hand(Entry& entry, std::vector<Chosen> tokens);
+    void hand(Entry& entry);
     void finish(Entry& entry, Finish finish, std::string error = "");
     void removeFinished();
     bool makeRoom();

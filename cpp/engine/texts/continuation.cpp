@@ -168,11 +168,14 @@ int64_t Continuation::reusable(const std::vector<int32_t>& prompt) const {
 }
 
 std::vector<Chosen> Continuation::hand(size_t most) {
-    const auto end = _chosen.begin() + static_cast<std::ptrdiff_t>(std::min(most, _chosen.size()));
+    std::vector<int32_t>& history = _held.running().history;
+    const size_t count = std::min(most, _chosen.size());
+    if (history.capacity() < history.size() + count) history.reserve(2 * (history.size() + count));
+    const auto end = _chosen.begin() + static_cast<std::ptrdiff_t>(count);
     std::vector<Chosen> handed(std::make_move_iterator(_chosen.begin()), std::make_move_iterator(end));
     _chosen.erase(_chosen.begin(), end);
     _ahead = static_cast<int64_t>(_chosen.size());
-    for (const Chosen& chosen : handed) _held.running().history.push_back(chosen.token);
+    for (const Chosen& chosen : handed) history.push_back(chosen.token);
     return handed;
 }
 

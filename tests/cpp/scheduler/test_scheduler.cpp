@@ -1,5 +1,6 @@
 // The scheduler: every request is answered as if it were alone, whatever comes beside it, before it and in its way.
 #include <gtest/gtest.h>
+#include <poll.h>
 
 #include <algorithm>
 #include <chrono>
@@ -435,6 +436,36 @@ TEST(Pace, WhereWeightsAreStreamedAnswersGetHalfOfTheTime) {
         EXPECT_TRUE(pace.answersAreDue()) << i;
         pace.countStep(0.5);
     }
+// An answer that nobody holds any more is not named, wherever it was among the others.
+TEST(Arrivals, ForgetAnswersThatAreGone) {
+    const auto arrivals = std::make_shared<Arrivals>();
+    const auto isReadable = [&] {
+        pollfd readable{arrivals->descriptor(), POLLIN, 0};
+        return poll(&readable, 1, 0) == 1;
+    };
+    for (const size_t gone : {0, 1, 2}) {
+        std::vector<std::unique_ptr<Answer>> answers;
+        std::vector<int64_t> expected;
+        for (int64_t number = 0; number < 3; ++number) {
+            answers.push_back(std::make_unique<Answer>(number, arrivals));
+            for (int twice = 0; twice < 2; ++twice) answers.back()->add({Chosen{}});
+            if (number != static_cast<int64_t>(gone)) expected.push_back(number);
+        }
+        answers[gone].reset();
+        answers.push_back(std::make_unique<Answer>(3, arrivals));
+        answers.back()->end({});
+        expected.push_back(3);
+        EXPECT_TRUE(isReadable());
+        EXPECT_EQ(arrivals->drain(), expected);
+        EXPECT_FALSE(isReadable());
+        answers.back()->add({Chosen{}});
+        answers.clear();
+        EXPECT_TRUE(isReadable()) << "it was, and may have woken its reader";
+        EXPECT_TRUE(arrivals->drain().empty());
+        EXPECT_FALSE(isReadable());
+    }
+}
+
     EXPECT_FALSE(pace.answersAreDue());
 }
 
