@@ -316,16 +316,10 @@ bool Scheduler::bringMatchToEnd(const Request& request) {
     return true;
 }
 
-// Each prompt in a pass needs states to itself, which those that are being written may hold.
-size_t Scheduler::mostPrompts() const {
-    const bool hasStates = _engine->runner().lock().kv().states().any();
-    return hasStates ? 1 : static_cast<size_t>(_engine->runner().limits().pieces.prompts);
-}
-
 // The request whose turn it is, and others whose prompts may share a pass of so many rows with it.
 std::vector<Scheduler::Entry*> Scheduler::prompts(int64_t rows) {
     std::vector<Entry*> group, others;
-    const size_t most = mostPrompts();
+    const auto most = static_cast<size_t>(_engine->runner().limits().pieces.prompts);
     int64_t missing = 0, pages = 0;
     while (group.size() < most && missing < rows) {
         std::vector<Entry*> taken = group;

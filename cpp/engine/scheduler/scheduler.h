@@ -83,7 +83,6 @@ private:
     bool admit(Entry& entry, int64_t promisedPages);
     bool bringMatchToEnd(const Request& request);
     bool begin(Entry& entry);
-    size_t mostPrompts() const;
     std::vector<Entry*> prompts(int64_t rows);
     void prepare(const std::vector<Entry*>& group, int64_t rows);
     void startWriting(Entry& entry);

@@ -90,27 +90,50 @@ TEST(Scheduler, AnswersAreWrittenTogether) {
 
 // Prompts that come together share passes over the weights, but none computes what another one of them does.
 TEST(Scheduler, PromptsAreComputedTogether) {
-    const Model model = modelOf(gpuVariants()[0], 4000);
-    const auto engine = engineOf(model, engineOptions(4000, 800, 12));
-    const auto pieces = [&](const std::vector<std::vector<int32_t>>& prompts) {
-        Scheduler scheduler(engine, longQueue());
+    for (const Options& options : {gpuVariants()[0], hybrids()[0]}) {
+        SCOPED_TRACE(describe(options));
+        const Model model = modelOf(options, 4000);
+        const auto engine = engineOf(model, engineOptions(4000, 800, 12));
+        const auto pieces = [&](const std::vector<std::vector<int32_t>>& prompts) {
+            Scheduler scheduler(engine, longQueue());
+            std::vector<std::shared_ptr<Answer>> answers;
+            {
+                const LockedModel locked = engine->runner().lock();
+                for (const auto& prompt : prompts) answers.push_back(scheduler.submit(requestOf(prompt, 3)));
+            }
+            for (const auto& answer : answers) EXPECT_EQ(wait(*answer).tokens.size(), 3u);
+            return scheduler.counts().pieces;
+        };
+        std::vector<std::vector<int32_t>> different, alike;
+        for (unsigned i = 0; i < 8; ++i) {
+            different.push_back(randomTokens(90, model.options().vocab, i));
+            alike.push_back(randomTokens(90, model.options().vocab, 0));
+            alike.back().push_back(static_cast<int32_t>(i));
+        }
+        EXPECT_LE(pieces(different), 2) << "the first may begin before the others are there";
+        EXPECT_LE(pieces(alike), 3);
+        EXPECT_GE(pieces(alike), 2) << "seven wait for the page that they have in common";
+    }
+}
+
+// Prompts that cannot all have a state at a time take turns, and none undoes what another has computed.
+TEST(Scheduler, PromptsThatCompeteForStatesAllEnd) {
+    const Model model = modelOf(hybrids()[0], 4000);
+    for (const int32_t states : {1, 2, 3, 5}) {
+        EngineOptions room = engineOptions(4000, 100, states);
+        const auto engine = engineOf(model, room);
+        SchedulerOptions options = longQueue();
+        options.running = 8;
+        Scheduler scheduler(engine, options);
         std::vector<std::shared_ptr<Answer>> answers;
         {
             const LockedModel locked = engine->runner().lock();
-            for (const auto& prompt : prompts) answers.push_back(scheduler.submit(requestOf(prompt, 3)));
+            for (unsigned i = 0; i < 8; ++i)
+                answers.push_back(scheduler.submit(requestOf(randomTokens(130, model.options().vocab, i), 20)));
         }
-        for (const auto& answer : answers) EXPECT_EQ(wait(*answer).tokens.size(), 3u);
-        return scheduler.counts().pieces;
-    };
-    std::vector<std::vector<int32_t>> different, alike;
-    for (unsigned i = 0; i < 8; ++i) {
-        different.push_back(randomTokens(90, model.options().vocab, i));
-        alike.push_back(randomTokens(90, model.options().vocab, 0));
-        alike.back().push_back(static_cast<int32_t>(i));
+        for (const auto& answer : answers) EXPECT_EQ(wait(*answer).tokens.size(), 20u);
+        EXPECT_LE(scheduler.counts().pieces, 8 * 2 * 3) << "a prompt has two pieces";
     }
-    EXPECT_LE(pieces(different), 2) << "the first may begin before the others are there";
-    EXPECT_LE(pieces(alike), 3);
-    EXPECT_GE(pieces(alike), 2) << "seven wait for the page that they have in common";
 }
 
 // A conversation's next prompt finds what the turn before it has left.
@@ -413,29 +436,6 @@ TEST(Arrivals, NameTheAnswersWithNews) {
     EXPECT_TRUE(arrivals->drain().empty());
 }
 
-TEST(Pace, PiecesFitTheGap) {
-    Pace pace(0.2, 2048, false);
-    EXPECT_EQ(pace.pieceRows(false), 2048);
-    EXPECT_LT(pace.pieceRows(true), 2048) << "nothing is known yet";
-    for (int i = 0; i < 50; ++i) pace.countPiece(512, 0.512);  // a millisecond a row
-    EXPECT_EQ(pace.pieceRows(true), 128) << "0.7 of the gap, in whole tiles";
-    EXPECT_EQ(pace.pieceRows(false), 2048);
-    for (int i = 0; i < 50; ++i) pace.countPiece(512, 51.2);
-    EXPECT_EQ(pace.pieceRows(true), 64) << "no smaller than a tile";
-    for (int i = 0; i < 100; ++i) pace.countPiece(512, 0.000512);
-    EXPECT_EQ(pace.pieceRows(true), 2048);
-    EXPECT_FALSE(pace.answersAreDue());
-}
-
-TEST(Pace, WhereWeightsAreStreamedAnswersGetHalfOfTheTime) {
-    Pace pace(0.2, 2048, true);
-    EXPECT_FALSE(pace.answersAreDue());
-    pace.countPiece(2048, 1.5);
-    EXPECT_EQ(pace.pieceRows(true), 2048);
-    for (int i = 0; i < 3; ++i) {
-        EXPECT_TRUE(pace.answersAreDue()) << i;
-        pace.countStep(0.5);
-    }
 // An answer that nobody holds any more is not named, wherever it was among the others.
 TEST(Arrivals, ForgetAnswersThatAreGone) {
     const auto arrivals = std::make_shared<Arrivals>();
@@ -466,6 +466,29 @@ TEST(Arrivals, ForgetAnswersThatAreGone) {
     }
 }
 
+TEST(Pace, PiecesFitTheGap) {
+    Pace pace(0.2, 2048, false);
+    EXPECT_EQ(pace.pieceRows(false), 2048);
+    EXPECT_LT(pace.pieceRows(true), 2048) << "nothing is known yet";
+    for (int i = 0; i < 50; ++i) pace.countPiece(512, 0.512);  // a millisecond a row
+    EXPECT_EQ(pace.pieceRows(true), 128) << "0.7 of the gap, in whole tiles";
+    EXPECT_EQ(pace.pieceRows(false), 2048);
+    for (int i = 0; i < 50; ++i) pace.countPiece(512, 51.2);
+    EXPECT_EQ(pace.pieceRows(true), 64) << "no smaller than a tile";
+    for (int i = 0; i < 100; ++i) pace.countPiece(512, 0.000512);
+    EXPECT_EQ(pace.pieceRows(true), 2048);
+    EXPECT_FALSE(pace.answersAreDue());
+}
+
+TEST(Pace, WhereWeightsAreStreamedAnswersGetHalfOfTheTime) {
+    Pace pace(0.2, 2048, true);
+    EXPECT_FALSE(pace.answersAreDue());
+    pace.countPiece(2048, 1.5);
+    EXPECT_EQ(pace.pieceRows(true), 2048);
+    for (int i = 0; i < 3; ++i) {
+        EXPECT_TRUE(pace.answersAreDue()) << i;
+        pace.countStep(0.5);
+    }
     EXPECT_FALSE(pace.answersAreDue());
 }
 
