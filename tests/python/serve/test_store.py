@@ -242,7 +242,8 @@ def test_what_a_real_model_needs_is_what_it_then_takes() -> None:
     file = ModelFile("story", BUNDLED_MODEL)
     def loader_of(spill: str) -> ModelLoader:
         settings = ServerSettings(device="cpu", threads=1, context=128, spill=spill)
-        return ModelLoader(settings, lambda model, scheduler, settings, name: None)  # type: ignore[arg-type, return-value]
+        return ModelLoader(settings,
+                           lambda model, scheduler, settings, name: None)  # type: ignore[arg-type, return-value]
 
     loader = loader_of("0")
     loaded = loader.open(file)
