@@ -131,10 +131,10 @@ void KvCache::requirePages(int32_t sequence, int64_t tokens) const {
     }
 }
 
-void KvCache::extend(int32_t sequence, int64_t tokens, const std::vector<int64_t>& marks) {
+void KvCache::extend(int32_t sequence, int64_t tokens, const std::vector<int64_t>& marks, int32_t leave) {
     Sequence& s = at(sequence);
     requirePages(sequence, s.length + tokens);
-    _states.extend(sequence, s.length, s.length + tokens, marks);
+    _states.extend(sequence, s.length, s.length + tokens, marks, leave);
     s.length += tokens;
     hold(sequence, s.length);
 }

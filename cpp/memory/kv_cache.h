@@ -36,9 +36,10 @@ public:
     void releaseSequence(int32_t sequence);
     int64_t length(int32_t sequence) const { return at(sequence).length; }
     // Makes room for `tokens` more tokens, which the next step computes. marks: lengths of the sequence after which the
-    // state is kept, if there is room, so that rolling back to them costs nothing (RecurrentState::extend). Throws
+    // state is kept, if there is room, so that rolling back to them costs nothing. leave: steps of other sequences that
+    // are to begin with this one (RecurrentState::extend). Throws
     // Error(OutOfMemory) if no page or no entry for the state is free; the sequence is then unchanged.
-    void extend(int32_t sequence, int64_t tokens, const std::vector<int64_t>& marks = {});
+    void extend(int32_t sequence, int64_t tokens, const std::vector<int64_t>& marks = {}, int32_t leave = 0);
     // The number of marks that can be kept at no cost (RecurrentState::snapshotRoom).
     int32_t snapshotRoom(int32_t sequence) const { return _states.snapshotRoom(sequence); }
     // Takes pages for `tokens` more tokens, without changing the sequence's length; truncate() gives back the unused

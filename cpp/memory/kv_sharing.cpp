@@ -1,6 +1,7 @@
 // See kv_sharing.h.
 #include "memory/kv_sharing.h"
 
+#include <exception>
 #include <new>
 #include <string>
 #include <utility>
@@ -151,7 +152,10 @@ int64_t KvSharing::pagesInUse(const SaltedText& text) const {
 
 void KvSharing::forget(uint64_t store) {
     PagePool& pool = _kv._pools[0];
-    if (isPossible() && _kv._store.beginClosing()) spill(pool.pages().idle());
+    try {
+        if (isPossible() && _kv._store.beginClosing()) spill(pool.pages().idle());
+    } catch (const std::exception&) {  // the device has failed, or there is no memory: these pages are lost
+    }
     _kv._store.close(store);
     pool.forgetShared();
 }

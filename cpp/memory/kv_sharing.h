@@ -32,8 +32,8 @@ public:
     // Pages that a new sequence adopts and other sequences have, so that they cost no room.
     int64_t pagesInUse(const SaltedText& text) const;
     int64_t pages() const { return index().size(); }
-    // Closes the store that openStore() gave this number. Nothing is found any more of what was shared until now, but
-    // for what another store keeps, or the same directory later: all that no sequence has at present.
+    // Closes the store that openStore() gave this number. Never throws. Nothing is found any more of what was shared
+    // until now, but for what another store keeps, or the same directory later: all that no sequence has at present.
     void forget(uint64_t store);
 
 private:

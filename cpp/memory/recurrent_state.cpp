@@ -69,7 +69,8 @@ int32_t RecurrentState::take(bool evenKept) {
     return entry;
 }
 
-void RecurrentState::extend(int32_t sequence, int64_t begin, int64_t end, const std::vector<int64_t>& marks) {
+void RecurrentState::extend(int32_t sequence, int64_t begin, int64_t end, const std::vector<int64_t>& marks,
+                            int32_t leave) {
     if (!any() || begin == end) return;
     Sequence& s = at(sequence);
     if (!s.coming.empty() || (s.states.empty() ? 0 : s.states.back().tokens) != begin) {
@@ -96,6 +97,7 @@ void RecurrentState::extend(int32_t sequence, int64_t begin, int64_t end, const 
     }
     s.coming.push_back({end, last, false, 0});
     for (auto mark = marks.rbegin(); mark != marks.rend(); ++mark) {
+        if (leave > 0 && stepRoom() <= leave) break;
         int32_t entry = take(false);
         const bool inPlace = entry < 0 && !s.states.empty() && s.states.back().entry == s.from && !s.states.back().kept;
         if (inPlace) {
@@ -107,6 +109,13 @@ void RecurrentState::extend(int32_t sequence, int64_t begin, int64_t end, const 
         s.coming.insert(s.coming.begin(), {*mark, entry, false, 0});
         if (inPlace) break;
     }
+}
+
+int32_t RecurrentState::stepRoom() const {
+    if (!any()) return std::numeric_limits<int32_t>::max();
+    int32_t room = freeEntries();
+    for (const Sequence& s : _sequences) room += std::max(static_cast<int32_t>(s.states.size()) - 1, 0);
+    return room;
 }
 
 int32_t RecurrentState::snapshotRoom(int32_t sequence) const {

@@ -50,9 +50,14 @@ public:
     // Takes entries for a step from `begin` tokens, which must be the sequence's present state, to `end`. marks:
     // lengths between these, ascending, after which the state is wanted too; those nearest the end have priority. A
     // mark for which no entry can be had is left out; the first mark may overwrite the state that the step begins from.
-    // Throws Error(OutOfMemory) if there is no entry at all, and Error(Internal) for another state or impossible marks;
+    // leave: steps of other sequences that are to begin with this one; marks leave each of them an entry. Throws
+    // Error(OutOfMemory) if there is no entry at all, and Error(Internal) for another state or impossible marks;
     // nothing has changed then.
-    void extend(int32_t sequence, int64_t begin, int64_t end, const std::vector<int64_t>& marks = {});
+    void extend(int32_t sequence, int64_t begin, int64_t end, const std::vector<int64_t>& marks = {},
+                int32_t leave = 0);
+    // The number of steps that can begin, each with an entry of its own: one that finds none overwrites the state that
+    // it begins from, and if it then fails that state is lost. There is no limit if no layer has a state.
+    int32_t stepRoom() const;
     // The number of marks that extend() can keep without evicting a state that keep() protects. There is no limit if no
     // layer has a state.
     int32_t snapshotRoom(int32_t sequence) const;

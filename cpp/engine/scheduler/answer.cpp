@@ -37,22 +37,48 @@ Arrivals::~Arrivals() {
     for (const int end : _ends) close(end);
 }
 
-// The pipe holds one byte while there are numbers, and none otherwise.
+// The pipe holds one byte from the first answer on until the next drain().
 std::vector<int64_t> Arrivals::drain() {
     std::lock_guard<std::mutex> lock(_mutex);
-    if (!_numbers.empty()) {
+    std::vector<int64_t> numbers;
+    numbers.reserve(_count);
+    if (std::exchange(_isReadable, false)) {
         char byte;
         [[maybe_unused]] const ssize_t taken = read(_ends[0], &byte, 1);
     }
-    return std::exchange(_numbers, {});
+    while (_first) {
+        numbers.push_back(_first->number());
+        _first->_hasArrived = false;
+        _first = std::exchange(_first->_next, nullptr);
+    }
+    _last = nullptr;
+    _count = 0;
+    return numbers;
 }
 
-void Arrivals::add(int64_t answer) {
+void Arrivals::add(Answer& answer) {
     std::lock_guard<std::mutex> lock(_mutex);
-    const bool wasEmpty = _numbers.empty();
-    _numbers.push_back(answer);
-    if (wasEmpty) [[maybe_unused]]
+    if (std::exchange(answer._hasArrived, true)) return;
+    (_last ? _last->_next : _first) = &answer;
+    _last = &answer;
+    ++_count;
+    if (!std::exchange(_isReadable, true)) [[maybe_unused]]
         const ssize_t written = write(_ends[1], "", 1);
+}
+
+// The pipe's byte stays: if the answer was the only one, drain() finds nothing.
+void Arrivals::remove(Answer& answer) {
+    std::lock_guard<std::mutex> lock(_mutex);
+    if (!answer._hasArrived) return;
+    Answer *before = nullptr, *at = _first;
+    while (at != &answer) before = std::exchange(at, at->_next);
+    (before ? before->_next : _first) = answer._next;
+    if (_last == &answer) _last = before;
+    --_count;
+}
+
+Answer::~Answer() {
+    if (_arrivals) _arrivals->remove(*this);
 }
 
 Answer::News Answer::take(double seconds) {
@@ -71,6 +97,7 @@ void Answer::add(std::vector<Chosen> tokens) {
     if (tokens.empty()) return;
     {
         std::lock_guard<std::mutex> lock(_mutex);
+        _news.tokens.reserve(_news.tokens.size() + tokens.size());
         std::move(tokens.begin(), tokens.end(), std::back_inserter(_news.tokens));
     }
     announce();
@@ -95,7 +122,7 @@ void Answer::end(Ending ending) {
 
 void Answer::announce() {
     _changed.notify_all();
-    if (_arrivals) _arrivals->add(_number);
+    if (_arrivals) _arrivals->add(*this);
 }
 
 }  // namespace sharpi

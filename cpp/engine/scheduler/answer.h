@@ -27,18 +27,25 @@ public:
     int descriptor() const { return _ends[0]; }
     // The numbers of the answers with something new since the last call.
     std::vector<int64_t> drain();
-    void add(int64_t answer);
+    // Takes no memory, so that no news is lost when there is none.
+    void add(Answer& answer);
+    void remove(Answer& answer);
 
 private:
     int _ends[2] = {-1, -1};
-    std::mutex _mutex;
-    std::vector<int64_t> _numbers;
+    std::mutex _mutex;                           // guards the following, and Answer::_next and _hasArrived
+    Answer *_first = nullptr, *_last = nullptr;  // with news; each names the next
+    size_t _count = 0;                           // of them
+    bool _isReadable = false;
 };
 
 class Answer {
 public:
     // arrivals: where news is announced, if anybody waits there.
     Answer(int64_t number, std::shared_ptr<Arrivals> arrivals) : _number(number), _arrivals(std::move(arrivals)) {}
+    ~Answer();
+    Answer(const Answer&) = delete;
+    Answer& operator=(const Answer&) = delete;
 
     struct News {
         std::vector<Chosen> tokens;
@@ -63,10 +70,13 @@ public:
     void end(Ending ending);
 
 private:
+    friend class Arrivals;
     void announce();
 
     const int64_t _number;
     const std::shared_ptr<Arrivals> _arrivals;
+    Answer* _next = nullptr;   // in the arrivals' list
+    bool _hasArrived = false;  // it is in that list
     std::atomic<bool> _isCancelled{false};
     std::atomic<int64_t> _computedTokens{0}, _reusedTokens{0};
     std::mutex _mutex;

@@ -2,6 +2,7 @@
 #include "engine/scheduler/scheduler.h"
 
 #include <algorithm>
+#include <new>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -26,10 +27,23 @@ constexpr int64_t kDraftRows = 16;
 // had to give way, up to this many times.
 constexpr int64_t kMostSpareDoublings = 6;
 
-// Whether the cache lacked memory, which other requests may give up.
+// If memory ends in the thread's own work and not in a request's pass, the thread tries again, so many times in a row.
+constexpr int kMostTries = 20;
+
+// Whether the cache or the machine lacked memory, which other requests may give up.
 bool isOutOfMemory(const std::exception& error) {
     const auto* known = dynamic_cast<const Error*>(&error);
-    return known && known->kind() == ErrorKind::OutOfMemory;
+    return known ? known->kind() == ErrorKind::OutOfMemory : dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
+}
+
+// Never throws: the text without memory is so short that a string holds it in itself.
+std::string textOf(const std::exception& error) {
+    const char* const noMemory = "no memory left";
+    try {
+        return dynamic_cast<const std::bad_alloc*>(&error) ? noMemory : error.what();
+    } catch (const std::bad_alloc&) {
+        return noMemory;
+    }
 }
 
 // Whether layers have states or windows. Then shared pages do not hold all of a text.
@@ -171,19 +185,21 @@ template <typename Change> void Scheduler::note(const Change& change) {
 
 // --- the thread ------------------------------------------------------------------------------------------------------
 
+// What fails in a request's own pass ends requests where it fails. What fails between, in the thread's bookkeeping,
+// leaves it as it was, and the turn is repeated.
 void Scheduler::work() {
-    while (collect()) {
-        endOverdue();
-        bool worked = false;
-        if (count(State::Writing) == 0 || !_pace.answersAreDue()) {
-            const int64_t rows = _pace.pieceRows(count(State::Writing) > 0);
-            const std::vector<Entry*> group = prompts(rows);
-            worked = !group.empty();
-            if (worked) prepare(group, rows);
+    for (int tries = 0;;) {
+        try {
+            if (!collect()) break;
+            takeTurn();
+            tries = 0;
+        } catch (const std::exception& error) {
+            if (!isOutOfMemory(error) || ++tries == kMostTries) {
+                for (const auto& entry : _entries) finish(*entry, Finish::Failed, textOf(error));
+                tries = 0;
+            }
+            std::this_thread::sleep_for(kPatience);
         }
-        worked = write() || worked;
-        removeFinished();
-        if (!worked && !_entries.empty()) std::this_thread::sleep_for(kPatience);
     }
     for (const auto& entry : _entries) finish(*entry, Finish::Cancelled);
     _entries.clear();
@@ -191,10 +207,25 @@ void Scheduler::work() {
     KvSharing(_engine->runner().lock().kv()).forget(_store);
 }
 
+void Scheduler::takeTurn() {
+    endOverdue();
+    bool worked = false;
+    if (count(State::Writing) == 0 || !_pace.answersAreDue()) {
+        const int64_t rows = _pace.pieceRows(count(State::Writing) > 0);
+        const std::vector<Entry*> group = prompts(rows);
+        worked = !group.empty();
+        if (worked) prepare(group, rows);
+    }
+    worked = write() || worked;
+    removeFinished();
+    if (!worked && !_entries.empty()) std::this_thread::sleep_for(kPatience);
+}
+
 // Takes what was submitted; waits for it if there is nothing else to do. Returns whether there is work.
 bool Scheduler::collect() {
     std::unique_lock<std::mutex> lock(_mutex);
     _changed.wait(lock, [&] { return _isEnding || !_submitted.empty() || !_entries.empty(); });
+    _entries.reserve(_entries.size() + _submitted.size());
     std::move(_submitted.begin(), _submitted.end(), std::back_inserter(_entries));
     _submitted.clear();
     countStates(_counts);
@@ -285,16 +316,10 @@ bool Scheduler::bringMatchToEnd(const Request& request) {
     return true;
 }
 
-// Each prompt in a pass needs states to itself, which those that are being written may hold.
-size_t Scheduler::mostPrompts() const {
-    const bool hasStates = _engine->runner().lock().kv().states().any();
-    return hasStates ? 1 : static_cast<size_t>(_engine->runner().limits().pieces.prompts);
-}
-
 // The request whose turn it is, and others whose prompts may share a pass of so many rows with it.
 std::vector<Scheduler::Entry*> Scheduler::prompts(int64_t rows) {
     std::vector<Entry*> group, others;
-    const size_t most = mostPrompts();
+    const auto most = static_cast<size_t>(_engine->runner().limits().pieces.prompts);
     int64_t missing = 0, pages = 0;
     while (group.size() < most && missing < rows) {
         std::vector<Entry*> taken = group;
@@ -333,7 +358,7 @@ bool Scheduler::begin(Entry& entry) {
         note([&](SchedulerCounts& counts) { counts.adoptedTokens += text.held().adoptedTokens() - before; });
     } catch (const std::exception& error) {
         if (entry.hasBegun && isOutOfMemory(error)) return true;  // it is computed instead
-        finish(entry, Finish::Failed, error.what());
+        finish(entry, Finish::Failed, textOf(error));
         return false;
     }
     return true;
@@ -372,14 +397,14 @@ void Scheduler::prepare(const std::vector<Entry*>& group, int64_t rows) {
     } catch (const std::exception& error) {
         if (isOutOfMemory(error) && group.size() > 1) return prepare({group.front()}, rows);
         if (isOutOfMemory(error) && makeRoom()) return;
-        for (Entry* entry : group) finish(*entry, Finish::Failed, error.what());
+        for (Entry* entry : group) finish(*entry, Finish::Failed, textOf(error));
     }
 }
 
 void Scheduler::startWriting(Entry& entry) {
-    entry.state = State::Writing;
     if (!entry.hasScores && entry.text->promptScores()) entry.answer->add(*entry.text->promptScores());
     entry.hasScores = true;
+    entry.state = State::Writing;
     if (entry.request.maxTokens == 0) finish(entry, Finish::Length);
 }
 
@@ -394,13 +419,11 @@ bool Scheduler::write() {
     }
     if (writing.empty()) return false;
     const Clock::time_point started = Clock::now();
-    std::vector<std::vector<Chosen>> tokens;
     try {
         stepTogether(texts, std::max<int64_t>(kDraftRows / static_cast<int64_t>(texts.size()) - 1, 0));
-        for (Continuation* text : texts) tokens.push_back(text->hand(SIZE_MAX));
     } catch (const std::exception& error) {
         if (isOutOfMemory(error) && makeRoom()) return true;
-        for (Entry* entry : writing) finish(*entry, Finish::Failed, error.what());
+        for (Entry* entry : writing) finish(*entry, Finish::Failed, textOf(error));
         return true;
     }
     const double seconds = since(started);
@@ -409,14 +432,21 @@ bool Scheduler::write() {
     note([&](SchedulerCounts& counts) {
         ++counts.steps;
         counts.stepSeconds += seconds;
-        for (const auto& one : tokens) counts.stepTokens += static_cast<int64_t>(one.size());
+        for (const Continuation* text : texts) counts.stepTokens += static_cast<int64_t>(text->chosen().size());
     });
-    for (size_t i = 0; i < writing.size(); ++i) hand(*writing[i], std::move(tokens[i]));
+    for (Entry* entry : writing) {
+        try {
+            hand(*entry);
+        } catch (const std::exception& error) {
+            finish(*entry, Finish::Failed, textOf(error));
+        }
+    }
     return true;
 }
 
 // Gives new tokens to the client. None: the context is full.
-void Scheduler::hand(Entry& entry, std::vector<Chosen> tokens) {
+void Scheduler::hand(Entry& entry) {
+    std::vector<Chosen> tokens = entry.text->hand(SIZE_MAX);
     const ConstraintFollower& constraint = entry.text->held().running().constraint;
     if (!constraint.failure().empty()) return finish(entry, Finish::Failed, constraint.failure());
     const Request& request = entry.request;

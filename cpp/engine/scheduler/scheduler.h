@@ -76,18 +76,18 @@ private:
     using Entries = std::vector<std::unique_ptr<Entry>>;
 
     void work();
+    void takeTurn();
     bool collect();
     void endOverdue();
     Entry* nextToPrepare(const std::vector<Entry*>& taken, int64_t promisedPages);
     bool admit(Entry& entry, int64_t promisedPages);
     bool bringMatchToEnd(const Request& request);
     bool begin(Entry& entry);
-    size_t mostPrompts() const;
     std::vector<Entry*> prompts(int64_t rows);
     void prepare(const std::vector<Entry*>& group, int64_t rows);
     void startWriting(Entry& entry);
     bool write();
-    void hand(Entry& entry, std::vector<Chosen> tokens);
+    void hand(Entry& entry);
     void finish(Entry& entry, Finish finish, std::string error = "");
     void removeFinished();
     bool makeRoom();

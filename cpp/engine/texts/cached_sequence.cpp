@@ -71,14 +71,14 @@ std::vector<int64_t> CachedSequence::statesToCopy(const Piece& piece) {
     return lengths;
 }
 
-void CachedSequence::extend(const LockedModel& model, const Piece& piece) {
+void CachedSequence::extend(const LockedModel& model, const Piece& piece, int32_t leave) {
     std::vector<int64_t> marks = statesToCopy(piece);
     const auto isBound = [&](int64_t length) { return length <= piece.begin || length >= piece.end(); };
     marks.erase(std::remove_if(marks.begin(), marks.end(), isBound), marks.end());
     const std::optional<int64_t> kept = stateToKeep(piece);
     if (kept && *kept > piece.begin && (marks.empty() || *kept > marks.back())) marks.push_back(*kept);
     for (int64_t length = piece.end() - piece.drafted; length < piece.end(); ++length) marks.push_back(length);
-    model.kv().extend(_handle, piece.count, marks);
+    model.kv().extend(_handle, piece.count, marks, leave);
 }
 
 void CachedSequence::addRows(const Piece& piece, Batch& batch) const {

@@ -57,8 +57,9 @@ public:
     // What to compute next of a text that is not all computed, up to the token `wanted` or near it.
     Piece nextPiece(const LockedModel& model, const Transcript& text, int64_t wanted);
     // Makes room for a piece, and for the states that cutting back its guesses and continuing from its prompt need, as
-    // far as there is room for these. Throws Error(OutOfMemory); the sequence is then unchanged.
-    void extend(const LockedModel& model, const Piece& piece);
+    // far as there is room for these. leave: pieces of other sequences that are to share the pass, and need states too.
+    // Throws Error(OutOfMemory); the sequence is then unchanged.
+    void extend(const LockedModel& model, const Piece& piece, int32_t leave);
     // Appends the piece's rows to a batch.
     void addRows(const Piece& piece, Batch& batch) const;
     // Lengths that a shared piece ends at or passes, after which other texts are likely to continue: its states there

@@ -168,11 +168,14 @@ int64_t Continuation::reusable(const std::vector<int32_t>& prompt) const {
 }
 
 std::vector<Chosen> Continuation::hand(size_t most) {
-    const auto end = _chosen.begin() + static_cast<std::ptrdiff_t>(std::min(most, _chosen.size()));
+    std::vector<int32_t>& history = _held.running().history;
+    const size_t count = std::min(most, _chosen.size());
+    if (history.capacity() < history.size() + count) history.reserve(2 * (history.size() + count));
+    const auto end = _chosen.begin() + static_cast<std::ptrdiff_t>(count);
     std::vector<Chosen> handed(std::make_move_iterator(_chosen.begin()), std::make_move_iterator(end));
     _chosen.erase(_chosen.begin(), end);
     _ahead = static_cast<int64_t>(_chosen.size());
-    for (const Chosen& chosen : handed) _held.running().history.push_back(chosen.token);
+    for (const Chosen& chosen : handed) history.push_back(chosen.token);
     return handed;
 }
 
@@ -222,6 +225,12 @@ std::vector<bool> prepareTogether(const std::vector<Continuation*>& texts, int64
         const LockedModel model = texts.front()->_held.engine().runner().lock();
         const TextPasses passes(model, limits);
         int64_t left = std::min(rows, limits.pieces.rows);
+        // If a part found no room when others have begun their step, their states might already be overwritten.
+        const int32_t states = model.kv().states().stepRoom();
+        const auto hasRoom = [&](const Piece& piece, const HeldText& held) {
+            return static_cast<int64_t>(parts.size()) < states &&
+                   model.kv().reserve(held.running().sequence.handle(), piece.count);
+        };
         for (Continuation* text : texts) {
             HeldText& held = text->_held;
             std::optional<Addition>& prompt = text->_prompt;
@@ -229,7 +238,7 @@ std::vector<bool> prepareTogether(const std::vector<Continuation*>& texts, int64
             const bool isFull = left < 1 || static_cast<int64_t>(parts.size()) == limits.pieces.prompts;
             if (isAlone || isFull) continue;
             const Piece piece = held.nextPiece(model, *prompt, left);
-            if (piece.kind != RowKind::Prompt || piece.count > left) continue;
+            if (piece.kind != RowKind::Prompt || piece.count > left || !hasRoom(piece, held)) continue;
             left -= piece.count;
             parts.push_back({&held.running(), piece});
             together.push_back(text);
@@ -247,6 +256,7 @@ std::vector<bool> prepareTogether(const std::vector<Continuation*>& texts, int64
             }
             return done;
         }
+        for (const TextPasses::Part& part : parts) part.text->sequence.cutBack(model, part.piece.begin);
     }
     done[0] = texts.front()->prepare(rows);
     return done;

@@ -100,7 +100,7 @@ Piece HeldText::nextPiece(const LockedModel& model, Addition& addition, int64_t 
 bool HeldText::take(const LockedModel& model, const Addition& addition, const Piece& piece) {
     if (piece.end() <= _text.size()) return false;
     _text.follow(addition.text, piece.end());
-    share(model, CachedSequence::statesToCopy(piece));
+    share(model, &piece);
     return true;
 }
 
@@ -113,7 +113,7 @@ bool HeldText::recomputePiece(const LockedModel& model, int64_t wanted) {
     piece.isShared = _salt.has_value();
     if (!piece.follower) piece.follower = _running.history.back();
     TextPasses(model, limits()).run({{&_running, piece}});
-    share(model, CachedSequence::statesToCopy(piece));
+    share(model, &piece);
     return isComputed();
 }
 
@@ -133,11 +133,12 @@ void HeldText::adopt(Addition& addition) {
 }
 
 // If there is no memory for it, nothing is shared: what was computed counts all the same.
-void HeldText::share(const LockedModel& model, const std::vector<int64_t>& states) const {
+void HeldText::share(const LockedModel& model, const Piece* piece) const {
     if (!_salt) return;
     const int32_t handle = _running.sequence.handle();
     try {
         const int64_t tokens = std::min(model.kv().length(handle), _text.size());
+        const std::vector<int64_t> states = piece ? CachedSequence::statesToCopy(*piece) : std::vector<int64_t>();
         KvSharing(model.kv()).share(handle, sharable(*_salt, _text, tokens, limits().pieces), states);
     } catch (const std::bad_alloc&) {
     }

@@ -74,8 +74,8 @@ public:
     bool recomputePiece(const LockedModel& model, int64_t wanted);
     // Takes what other texts have computed of an addition, but for its last token.
     void adopt(Addition& addition);
-    // Lets other texts have what is computed. states: see KvCache::share().
-    void share(const LockedModel& model, const std::vector<int64_t>& states = {}) const;
+    // Lets other texts have what is computed. piece: what was computed last, with states that are worth a copy.
+    void share(const LockedModel& model, const Piece* piece = nullptr) const;
 
 private:
     void cutToAgreement(const LockedModel& model, const Addition& addition);

@@ -49,7 +49,10 @@ std::vector<TokenAdjustment> Sampler::recent(const std::vector<int32_t>& history
 }
 
 double Sampler::draw(size_t ahead) {
-    while (_draws.size() <= ahead) _draws.push_back(static_cast<double>(_random() >> 11) * 0x1p-53);
+    while (_draws.size() <= ahead) {
+        _draws.push_back(0);  // first, since a number that finds no memory would be skipped for good
+        _draws.back() = static_cast<double>(_random() >> 11) * 0x1p-53;
+    }
     return _draws[ahead];
 }
 

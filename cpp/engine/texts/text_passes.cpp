@@ -98,7 +98,8 @@ int64_t TextPasses::settle(const Part& part, std::vector<Chosen>& chosen) const 
 // Guesses need states to roll back to. A text alone makes no more guesses than there are states for, but the texts of a
 // step take them from each other.
 void TextPasses::extend(const std::vector<Part>& parts) const {
-    for (const Part& part : parts) part.text->sequence.extend(_model, part.piece);
+    auto leave = static_cast<int32_t>(parts.size());
+    for (const Part& part : parts) part.text->sequence.extend(_model, part.piece, --leave);
     const RecurrentState& states = _model.kv().states();
     for (const Part& part : parts) {
         const auto kept = static_cast<int64_t>(states.steps(part.text->sequence.handle()).size());

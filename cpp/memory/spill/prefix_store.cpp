@@ -1,6 +1,7 @@
 // See prefix_store.h.
 #include "memory/spill/prefix_store.h"
 
+#include <new>
 #include <utility>
 
 namespace sharpi {
@@ -30,8 +31,13 @@ bool PrefixStore::beginClosing() {
 void PrefixStore::close(uint64_t opening) {
     if (opening == _openings) {
         beginClosing();
-        leave(SegmentKind::State, _states.setBudget(0));
-        leave(SegmentKind::Page, _pages.setBudget(0));
+        try {
+            leave(SegmentKind::State, _states.setBudget(0));
+            leave(SegmentKind::Page, _pages.setBudget(0));
+        } catch (const std::bad_alloc&) {  // these copies are lost
+            _states = SavedCopies(0);
+            _pages = SavedCopies(0);
+        }
         _writer.reset();
     }
     _isClosing = false;

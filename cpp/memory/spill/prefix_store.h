@@ -30,8 +30,8 @@ public:
     uint64_t open(const SpillOptions& options);
     // From now on no copy is left out because the directory's writer is behind. Returns whether there is a directory.
     bool beginClosing();
-    // Returns once all of the RAM's copies are in the directory, as far as they can be written. The store is then as
-    // it was before it was opened. If it was opened again since, it stays as it is.
+    // Returns once all of the RAM's copies are in the directory, as far as they can be written. Never throws. The store
+    // is then as it was before it was opened. If it was opened again since, it stays as it is.
     void close(uint64_t opening);
 
     // Whether it is worth making a copy of this size.

@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstring>
 #include <exception>
+#include <new>
 #include <string>
 
 namespace sharpi {
@@ -58,6 +59,8 @@ void SegmentWriter::work() {
         std::string problem;
         try {
             if (!_directory.write(next.first, *next.second)) problem = std::strerror(errno);
+        } catch (const std::bad_alloc&) {
+            problem = "no memory left";  // so short that the string needs none
         } catch (const std::exception& error) {
             problem = error.what();
         }
@@ -78,8 +81,11 @@ void SegmentWriter::fail(const std::string& reason) {
         _queued = 0;
     }
     _changed.notify_all();
-    if (_options.notice)
+    if (!_options.notice) return;
+    try {
         _options.notice("nothing more is written to the cache directory " + _options.path + ": " + reason);
+    } catch (const std::bad_alloc&) {  // then nobody is told
+    }
 }
 
 }  // namespace sharpi

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from sharpi.planning.plan import Plan
     from sharpi.planning.request import Spec
 
-__all__ = ["Forecast", "forecast", "room_for"]
+__all__ = ["Forecast", "KEPT_BYTES", "Kept", "forecast", "kept", "room_for"]
 
 # The KV cache has pages of this many tokens.
 PAGE_TOKENS = 64
@@ -56,8 +56,27 @@ ROWS, ROWS_COST = (1, 2, 4, 8, 16, 32, 64), (1.0, 1.25, 1.75, 2.5, 3.3, 5.5, 9.5
 # From this many rows on, rows are grouped by expert, and products of experts take this many times as long. Measured
 # with a mixture of 128 experts a layer on an H200.
 GROUPED_FROM, GROUPED_COST = 3, 2.6
+# RAM that a scheduler may take for copies of states, and as much for copies of pages.
+KEPT_BYTES = 1 << 30
 # The scheduler's pieces of prompts fill this part of the greatest gap.
 PIECE_PART = 0.7
+
+
+@dataclass(frozen=True)
+class Kept:
+    """RAM that a scheduler's copies take at most, in bytes: those of recurrent states, and those of pages that the KV
+    cache has to give up."""
+
+    states_bytes: int
+    spill_bytes: int
+
+
+def kept(plan: Plan, states_bytes: int = KEPT_BYTES, spill_bytes: int = KEPT_BYTES) -> Kept:
+    """For a scheduler that is given these limits. A model with windows keeps no copies, and one without recurrent
+    layers none of states."""
+    if plan.kv_bytes != plan.kv_bytes_if_all_seen:
+        return Kept(0, 0)
+    return Kept(states_bytes if plan.state_bytes else 0, spill_bytes)
 
 
 @dataclass(frozen=True)
@@ -67,7 +86,7 @@ class Forecast:
 
     decode: of all answers together. step_seconds: of a step in which each gets a token. first_token_seconds: of one
     more request that comes while the others are being answered. last_first_token_seconds: until the last of them all
-    has its first token. answer_tokens_per_second: of all answers, prompts included.
+    has its first token. answer_tokens_per_second: of all answers, prompts included. kept: RAM beside the plan's.
     """
 
     streams: int
@@ -77,6 +96,7 @@ class Forecast:
     first_token_seconds: float
     last_first_token_seconds: float
     answer_tokens_per_second: float
+    kept: Kept
 
 
 def forecast(plan: Plan, file: GgufFile, spec: Spec, streams: int, tokens: int, *, max_gap: float = 0.2,
@@ -104,7 +124,7 @@ def forecast(plan: Plan, file: GgufFile, spec: Spec, streams: int, tokens: int, 
     last = streams * one
     return Forecast(streams, tokens, Speed(streams / step, bound), step,
                     one * (2.0 if streamed else 1 + step / (PIECE_PART * max_gap)) + step, last,
-                    streams * (tokens - prompt) / (last + (tokens - prompt) * step))
+                    streams * (tokens - prompt) / (last + (tokens - prompt) * step), kept(plan))
 
 
 def room_for(streams: int, tokens: int, context: int | None, sequences: int | None,

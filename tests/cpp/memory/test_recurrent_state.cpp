@@ -340,4 +340,22 @@ TEST(RecurrentState, TakesTheBytesItPredicts) {
     EXPECT_EQ(allocator.held(), 0u);
 }
 
+// Marks leave an entry to each step that is to begin with this one, so that none overwrites what it begins from.
+TEST(RecurrentState, MarksLeaveRoomForOtherSteps) {
+    HostMemory memory;
+    Allocator allocator(memory);
+    RecurrentState states(allocator, kLayers, 5);
+    EXPECT_EQ(states.stepRoom(), 5);
+    states.extend(0, 0, 100, {10, 20, 30});
+    states.commit(0);
+    EXPECT_EQ(states.stepRoom(), 4) << "all but its present state";
+    states.extend(0, 100, 200, {110, 120, 130}, 2);
+    EXPECT_EQ(states.steps(0).size(), 2u) << "a mark has room";
+    EXPECT_EQ(states.stepRoom(), 2);
+    for (const int32_t sequence : {1, 2}) states.extend(sequence, 0, 50, {7}, 2 - sequence);
+    for (const int32_t sequence : {1, 2}) EXPECT_EQ(states.steps(sequence).size(), 1u);
+    EXPECT_EQ(states.stepRoom(), 0);
+    EXPECT_EQ(states.truncate(0, 100), 100) << "a step that fails leaves what it began from";
+}
+
 }  // namespace

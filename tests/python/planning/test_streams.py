@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,8 @@ from sharpi.machine.hardware import Gpu
 from sharpi.model import describe
 from sharpi.planning.plan import Plan
 from sharpi.planning.planner import make_plan
-from sharpi.planning.streams import Forecast, forecast, room_for
+from sharpi.planning.streams import KEPT_BYTES, Forecast, Kept, forecast, kept, room_for
+from sharpi.scheduler import Scheduler
 
 GIB = 1 << 30
 
@@ -119,6 +121,9 @@ def test_the_command_says_what_requests_can_expect(tmp_path: Path) -> None:
     found = data["streams"]
     assert f"{found['decode']['tokens_per_second']:,.0f} tokens/s" in said.output
     assert found["decode"]["tokens_per_second"] == pytest.approx(8 / found["step_seconds"])
+    assert found["kept"] == {"states_bytes": 0, "spill_bytes": KEPT_BYTES}
+    assert "1.00 GiB            at most, for what the KV cache gives up" in said.output
+    assert "recurrent states" not in said.output
     assert "streams" not in json.loads(run("--json", *given).stdout) and "at once" not in run(*given).output
 
 
@@ -126,3 +131,15 @@ def test_the_command_refuses_what_means_nothing() -> None:
     assert "--tokens needs --streams" in run("--tokens", "5").output
     refused = run("--streams", "2", "--tokens", "900", "-c", "512")
     assert refused.exit_code != 0 and "do not fit into a context of 512" in refused.output
+
+
+def test_a_plan_knows_what_the_schedulers_copies_take(described: Any) -> None:
+    limits = inspect.signature(Scheduler.__init__).parameters
+    assert limits["spill_bytes"].default == limits["states_bytes"].default == KEPT_BYTES
+    plan = planned(described, device="cpu")
+    assert kept(plan) == expected(described, plan, 8).kept == Kept(0, KEPT_BYTES), "it has no recurrent layers"
+    assert kept(plan, 7, 5) == Kept(0, 5)
+    recurrent = replace(plan, lines=(*plan.lines, ("recurrent state", 1000)))
+    assert kept(recurrent, 7, 5) == Kept(7, 5)
+    windows = replace(recurrent, kv_bytes=plan.kv_bytes - 1)
+    assert kept(windows) == Kept(0, 0), "its pages are not shared"

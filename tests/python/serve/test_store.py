@@ -240,13 +240,18 @@ def test_what_a_real_model_needs_is_what_it_then_takes() -> None:
     from sharpi.loading.description import BUNDLED_MODEL
 
     file = ModelFile("story", BUNDLED_MODEL)
-    loader = ModelLoader(ServerSettings(device="cpu", threads=1, context=128),
-                         lambda model, scheduler, settings, name: None)  # type: ignore[arg-type, return-value]
+    def loader_of(spill: str) -> ModelLoader:
+        settings = ServerSettings(device="cpu", threads=1, context=128, spill=spill)
+        return ModelLoader(settings,
+                           lambda model, scheduler, settings, name: None)  # type: ignore[arg-type, return-value]
+
+    loader = loader_of("0")
     loaded = loader.open(file)
     try:
         assert loaded.scheduler.counts()["waiting"] == 0
         # Beside what is counted beforehand, the engine keeps small tables.
         assert loader.needs(file) <= loaded.bytes <= 1.1 * loader.needs(file)
+        assert loader_of("3MiB").needs(file) == loader.needs(file) + (3 << 20), "copies of pages are in the same RAM"
     finally:
         loaded.close()
     assert callable(default_runner)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sharpi.machine.profile import HardwareProfile
     from sharpi.planning.placement import Placed
     from sharpi.planning.plan import Plan
-    from sharpi.planning.streams import Forecast
+    from sharpi.planning.streams import Forecast, Kept
 
 _Row = tuple[str, int, str]
 
@@ -300,7 +300,15 @@ def _many(expected: Forecast | None) -> list[str]:
             f"  {'decode, each':<21}{speed(each):>10} tokens/s",
             f"  {'first token':<21}{seconds(expected.first_token_seconds):>10}            beside the other answers",
             f"  {'':<21}{seconds(expected.last_first_token_seconds):>10}            the last, if all come at once",
-            f"  {'with their prompts':<21}{speed(expected.answer_tokens_per_second):>10} tokens/s"]
+            f"  {'with their prompts':<21}{speed(expected.answer_tokens_per_second):>10} tokens/s",
+            *_kept(expected.kept)]
+
+
+def _kept(kept: Kept) -> list[str]:
+    """RAM that the scheduler's copies take beside the plan's memory."""
+    rows = [(kept.spill_bytes, "at most, for what the KV cache gives up"),
+            (kept.states_bytes, "at most, for copies of recurrent states")]
+    return [f"  {'RAM beside':<21}{size(count):>10}            {note}" for count, note in rows if count]
 
 
 def _drafting(plan: Plan) -> list[str]:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from sharpi.loading.description import describe
 from sharpi.loading.loaded_model import LoadedModel
 from sharpi.machine.hardware import usable_threads
+from sharpi.planning.plan import Plan
 from sharpi.planning.planner import make_plan, parse_vram
+from sharpi.planning.streams import kept
 from sharpi.scheduler import Scheduler
 from sharpi.serve.models.catalog import ModelFile
 from sharpi.serve.server import Runner
@@ -68,7 +70,7 @@ class ModelLoader:
         plan = make_plan(described, spec, **given, threads=threads)
         # Not the plan's total: with another model in VRAM, the plan leaves to RAM what would not have to be there.
         alone = plan.weights_bytes + plan.kv_bytes + plan.state_bytes + plan.scratch_bytes
-        return alone if plan.vram is None else min(alone, plan.vram)
+        return (alone if plan.vram is None else min(alone, plan.vram)) + self._beside(plan)
 
     def open(self, file: ModelFile) -> Loaded:
         """Raises `SharpiError`."""
@@ -86,7 +88,14 @@ class ModelLoader:
         except BaseException:
             model.close()
             raise
-        return Loaded(file.name, model, scheduler, runner, model.plan.total_bytes)
+        return Loaded(file.name, model, scheduler, runner, model.plan.total_bytes + self._beside(model.plan))
+
+    def _beside(self, plan: Plan) -> int:
+        """What the scheduler's copies take of the memory that the models share: on the CPU they are in it too."""
+        if plan.device != "cpu":
+            return 0
+        copies = kept(plan, spill_bytes=int(self._settings.spill))
+        return copies.states_bytes + copies.spill_bytes
 
     def _limited(self) -> ServerSettings:
         """The settings, with the memory for all models as the most that one may take of the GPU."""

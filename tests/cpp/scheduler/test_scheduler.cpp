@@ -1,5 +1,6 @@
 // The scheduler: every request is answered as if it were alone, whatever comes beside it, before it and in its way.
 #include <gtest/gtest.h>
+#include <poll.h>
 
 #include <algorithm>
 #include <chrono>
@@ -89,27 +90,50 @@ TEST(Scheduler, AnswersAreWrittenTogether) {
 
 // Prompts that come together share passes over the weights, but none computes what another one of them does.
 TEST(Scheduler, PromptsAreComputedTogether) {
-    const Model model = modelOf(gpuVariants()[0], 4000);
-    const auto engine = engineOf(model, engineOptions(4000, 800, 12));
-    const auto pieces = [&](const std::vector<std::vector<int32_t>>& prompts) {
-        Scheduler scheduler(engine, longQueue());
+    for (const Options& options : {gpuVariants()[0], hybrids()[0]}) {
+        SCOPED_TRACE(describe(options));
+        const Model model = modelOf(options, 4000);
+        const auto engine = engineOf(model, engineOptions(4000, 800, 12));
+        const auto pieces = [&](const std::vector<std::vector<int32_t>>& prompts) {
+            Scheduler scheduler(engine, longQueue());
+            std::vector<std::shared_ptr<Answer>> answers;
+            {
+                const LockedModel locked = engine->runner().lock();
+                for (const auto& prompt : prompts) answers.push_back(scheduler.submit(requestOf(prompt, 3)));
+            }
+            for (const auto& answer : answers) EXPECT_EQ(wait(*answer).tokens.size(), 3u);
+            return scheduler.counts().pieces;
+        };
+        std::vector<std::vector<int32_t>> different, alike;
+        for (unsigned i = 0; i < 8; ++i) {
+            different.push_back(randomTokens(90, model.options().vocab, i));
+            alike.push_back(randomTokens(90, model.options().vocab, 0));
+            alike.back().push_back(static_cast<int32_t>(i));
+        }
+        EXPECT_LE(pieces(different), 2) << "the first may begin before the others are there";
+        EXPECT_LE(pieces(alike), 3);
+        EXPECT_GE(pieces(alike), 2) << "seven wait for the page that they have in common";
+    }
+}
+
+// Prompts that cannot all have a state at a time take turns, and none undoes what another has computed.
+TEST(Scheduler, PromptsThatCompeteForStatesAllEnd) {
+    const Model model = modelOf(hybrids()[0], 4000);
+    for (const int32_t states : {1, 2, 3, 5}) {
+        EngineOptions room = engineOptions(4000, 100, states);
+        const auto engine = engineOf(model, room);
+        SchedulerOptions options = longQueue();
+        options.running = 8;
+        Scheduler scheduler(engine, options);
         std::vector<std::shared_ptr<Answer>> answers;
         {
             const LockedModel locked = engine->runner().lock();
-            for (const auto& prompt : prompts) answers.push_back(scheduler.submit(requestOf(prompt, 3)));
+            for (unsigned i = 0; i < 8; ++i)
+                answers.push_back(scheduler.submit(requestOf(randomTokens(130, model.options().vocab, i), 20)));
         }
-        for (const auto& answer : answers) EXPECT_EQ(wait(*answer).tokens.size(), 3u);
-        return scheduler.counts().pieces;
-    };
-    std::vector<std::vector<int32_t>> different, alike;
-    for (unsigned i = 0; i < 8; ++i) {
-        different.push_back(randomTokens(90, model.options().vocab, i));
-        alike.push_back(randomTokens(90, model.options().vocab, 0));
-        alike.back().push_back(static_cast<int32_t>(i));
+        for (const auto& answer : answers) EXPECT_EQ(wait(*answer).tokens.size(), 20u);
+        EXPECT_LE(scheduler.counts().pieces, 8 * 2 * 3) << "a prompt has two pieces";
     }
-    EXPECT_LE(pieces(different), 2) << "the first may begin before the others are there";
-    EXPECT_LE(pieces(alike), 3);
-    EXPECT_GE(pieces(alike), 2) << "seven wait for the page that they have in common";
 }
 
 // A conversation's next prompt finds what the turn before it has left.
@@ -410,6 +434,36 @@ TEST(Arrivals, NameTheAnswersWithNews) {
     numbers.erase(std::unique(numbers.begin(), numbers.end()), numbers.end());
     EXPECT_EQ(numbers, std::vector<int64_t>({first->number(), second->number()}));
     EXPECT_TRUE(arrivals->drain().empty());
+}
+
+// An answer that nobody holds any more is not named, wherever it was among the others.
+TEST(Arrivals, ForgetAnswersThatAreGone) {
+    const auto arrivals = std::make_shared<Arrivals>();
+    const auto isReadable = [&] {
+        pollfd readable{arrivals->descriptor(), POLLIN, 0};
+        return poll(&readable, 1, 0) == 1;
+    };
+    for (const size_t gone : {0, 1, 2}) {
+        std::vector<std::unique_ptr<Answer>> answers;
+        std::vector<int64_t> expected;
+        for (int64_t number = 0; number < 3; ++number) {
+            answers.push_back(std::make_unique<Answer>(number, arrivals));
+            for (int twice = 0; twice < 2; ++twice) answers.back()->add({Chosen{}});
+            if (number != static_cast<int64_t>(gone)) expected.push_back(number);
+        }
+        answers[gone].reset();
+        answers.push_back(std::make_unique<Answer>(3, arrivals));
+        answers.back()->end({});
+        expected.push_back(3);
+        EXPECT_TRUE(isReadable());
+        EXPECT_EQ(arrivals->drain(), expected);
+        EXPECT_FALSE(isReadable());
+        answers.back()->add({Chosen{}});
+        answers.clear();
+        EXPECT_TRUE(isReadable()) << "it was, and may have woken its reader";
+        EXPECT_TRUE(arrivals->drain().empty());
+        EXPECT_FALSE(isReadable());
+    }
 }
 
 TEST(Pace, PiecesFitTheGap) {
