@@ -26,8 +26,31 @@ Error errorOf(const py::error_already_set& error) {
     return {ErrorKind::InvalidArgument, text};
 }
 
+// Keeps what the interpreter knows of a thread of the core until the thread ends. Otherwise each call would make it
+// anew, with pages of memory for its stack.
+class KnownThread {
+public:
+    // The interpreter must not be ending.
+    void begin() {
+        if (_isKnown || PyGILState_GetThisThreadState()) return;  // the latter: a thread of Python's
+        py::gil_scoped_acquire gil;
+        gil.inc_ref();
+        _isKnown = true;
+    }
+    ~KnownThread() {
+        if (!_isKnown || isEnding()) return;
+        py::gil_scoped_acquire gil;
+        gil.dec_ref();
+    }
+
+private:
+    bool _isKnown = false;
+};
+
 template <typename Call> auto withGil(const Call& call) {
     if (isEnding()) throw Error(ErrorKind::InvalidArgument, "the interpreter is ending");
+    thread_local KnownThread thread;
+    thread.begin();
     const py::gil_scoped_acquire gil;
     try {
         return call();

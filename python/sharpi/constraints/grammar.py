@@ -1,4 +1,4 @@
-"""Answers that follow a grammar: JSON, a JSON schema, a Lark grammar, a regular expression."""
+"""Answers that follow a grammar: JSON, a JSON schema, a Lark or GBNF grammar, a regular expression."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,11 +19,13 @@ from sharpi.errors import InvalidRequestError
 __all__ = ["Format", "Grammar", "Matcher", "compile_format", "json_options"]
 
 _LARGEST_SOURCE = 256 << 10
+_LARGEST_GBNF = 32 << 10  # the interpreter takes up to half a second to convert it
 _SLOWEST_MASK = 0.25  # seconds of a thread's own time
 
 
 class Format(Protocol):
-    """What an answer must look like (`OutputFormat` is one). kind: "json_object", "json_schema", "lark", "regex"."""
+    """What an answer must look like (`OutputFormat` is one). kind: "json_object", "json_schema", "lark", "gbnf",
+    "regex"."""
 
     @property
     def kind(self) -> str: ...
@@ -53,7 +56,7 @@ def compile_format(wanted: Format, tokens: Tokens, prefix: str = "") -> Grammar:
 
 
 _WHAT = {"json_object": "JSON object", "json_schema": "JSON schema", "lark": "Lark grammar",
-         "regex": "regular expression"}
+         "gbnf": "GBNF grammar", "regex": "regular expression"}
 
 
 def _library_grammar(wanted: Format) -> str:
@@ -61,12 +64,13 @@ def _library_grammar(wanted: Format) -> str:
     what = _WHAT.get(wanted.kind)
     if what is None:
         raise InvalidRequestError(f"the format {wanted.kind!r} is unknown; known are {', '.join(_WHAT)}")
-    if wanted.kind in ("lark", "regex"):
+    if wanted.kind in ("lark", "gbnf", "regex"):
         if not isinstance(source, str) or not source:
             raise InvalidRequestError(f"a {what} must be a text that is not empty")
         _check_size(source, what)
-        make = matcher.grammar_from_lark if wanted.kind == "lark" else matcher.grammar_from_regex
-        return _as_object(str(make(source)))
+        if wanted.kind == "regex":
+            return _as_object(str(matcher.grammar_from_regex(source)))
+        return _as_object(str(matcher.grammar_from_lark(source if wanted.kind == "lark" else _lark_of(source))))
     schema: Any = {"type": "object"} if wanted.kind == "json_object" else source
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
@@ -82,6 +86,19 @@ def _library_grammar(wanted: Format) -> str:
         return _as_object(str(matcher.grammar_from_json_schema(text, overrides=json_options(lenient=False))))
     except ValueError as error:
         raise InvalidRequestError(f"the JSON schema cannot be used: {_one_line(str(error))}") from None
+
+
+def _lark_of(gbnf: str) -> str:
+    """The same grammar as Lark."""
+    if len(gbnf) > _LARGEST_GBNF:
+        raise InvalidRequestError(f"the GBNF grammar is larger than {_LARGEST_GBNF >> 10} KiB")
+    converter = import_module(f"{llguidance().__name__}.gbnf_to_lark")
+    try:
+        return str(converter.gbnf_to_lark(gbnf))
+    except RecursionError:
+        raise InvalidRequestError("the GBNF grammar cannot be used: it is nested too deeply") from None
+    except Exception as error:  # the converter raises that of all classes
+        raise InvalidRequestError(f"the GBNF grammar cannot be used: {_one_line(str(error))}") from None
 
 
 def _as_object(grammar: str) -> str:

@@ -40,7 +40,7 @@ ToolChoice: TypeAlias = 'Literal["auto", "none", "required"] | NamedTool'
 class OutputFormat:
     """What the answer's text must look like. source: a JSON schema, or the text of a grammar."""
 
-    kind: Literal["json_object", "json_schema", "lark", "regex"]
+    kind: Literal["json_object", "json_schema", "lark", "gbnf", "regex"]
     source: Mapping[str, Any] | str | bool | None = None
 
 

@@ -212,6 +212,21 @@ def test_a_constraint_that_forbids_all_ends_the_answer(scheduler: Scheduler) -> 
         list(scheduler.submit(PROMPT, constraint=Allowed([])))
 
 
+def test_a_thread_of_the_core_stays_known_between_calls(scheduler: Scheduler) -> None:
+    """Else each call makes and clears what the interpreter keeps of a thread, which takes longer than the call."""
+    class Counting(Allowed, threading.local):
+        calls = 0
+
+        def ended(self) -> bool:
+            seen.append(self.calls)
+            self.calls += 1
+            return False
+
+    seen: list[int] = []
+    list(scheduler.submit(PROMPT, max_tokens=20, constraint=Counting([7, 300])))
+    assert seen == list(range(20))
+
+
 def test_a_constraint_is_let_go_with_its_answer(scheduler: Scheduler) -> None:
     constraint = Allowed([7, 300], ends=3)
     gone = weakref.ref(constraint)

@@ -85,13 +85,15 @@ def test_random_answers_follow_random_schemas(vocabulary: Callable[[], Any]) -> 
 
 
 @pytest.mark.parametrize("vocabulary", [gpt2, bundled])
-def test_json_objects_lark_and_regular_expressions(vocabulary: Callable[[], Any]) -> None:
+def test_json_objects_lark_gbnf_and_regular_expressions(vocabulary: Callable[[], Any]) -> None:
     tokenizer, tokens = vocabulary()
     rng = random.Random(1)
     for wanted, is_right in (
             (OutputFormat("json_object"), lambda text: isinstance(json.loads(text), dict)),
             (OutputFormat("regex", "(foo|ba+r){2,5}"), re.compile("(foo|ba+r){2,5}").fullmatch),
-            (OutputFormat("lark", 'start: "<" n ("," n)* ">"\nn: /[0-9]{1,3}/'), re.compile("<[0-9,]+>").fullmatch)):
+            (OutputFormat("lark", 'start: "<" n ("," n)* ">"\nn: /[0-9]{1,3}/'), re.compile("<[0-9,]+>").fullmatch),
+            (OutputFormat("gbnf", 'root ::= "<" n ("," n){1,4} ">" # a list\nn ::= [0-9] [0-9]?'),
+             re.compile("<[0-9]{1,2}(,[0-9]{1,2}){1,4}>").fullmatch)):
         grammar = compile_format(wanted, tokens)
         for _ in range(5):
             text = tokenizer.decode(walk(grammar.start(), tokens, rng))
@@ -126,6 +128,9 @@ def test_json_may_be_printed_in_any_usual_way_but_not_be_white_space_without_end
     ("regex", "(?=a)b", "look-around"),
     ("regex", "", "must be a text"),
     ("lark", "start: foo", "the Lark grammar cannot be used: .*unknown name: \"foo\""),
+    ("gbnf", "root ::= foo", "the GBNF grammar cannot be used: Rule 'foo' not found"),
+    ("gbnf", 'start: "a"', "Expected ::="),
+    ("gbnf", 'root ::= "' + "a" * (32 << 10), "larger than 32 KiB"),
     ("json_schema", {"type": "strin"}, "the JSON schema cannot be used: .*strin"),
     ("json_schema", {"not": {}}, "not"),
     ("json_schema", {"type": "string", "pattern": "["}, "JSON schema"),
@@ -155,6 +160,9 @@ HOSTILE: dict[str, tuple[str, Any]] = {
     "intersections": ("lark", "start: A\nA: " + " & ".join(f"/(?s:.*)x{{{i}}}(?s:.*)/" for i in range(1, 60))),
     "parentheses": ("lark", "start: " + "(" * 100_000 + '"a"' + ")" * 100_000),
     "parentheses of a regex": ("regex", "(" * 100_000 + "a" + ")" * 100_000),
+    "parentheses of GBNF": ("gbnf", "root ::= " + "(" * 10_000 + '"a"' + ")" * 10_000),
+    "a stack of GBNF's rules": ("gbnf", "root ::= R0\n" + "".join(f"R{i} ::= R{i + 1} R{i + 1}\n" for i in range(900))
+                                + 'R900 ::= "a"'),
     "an empty language": ("regex", r"[^\x00-\U0010FFFF]"),
     "depth": ("json_schema", _nested(500)),
     "a large divisor": ("json_schema", {"type": "integer", "multipleOf": 99_999_999}),

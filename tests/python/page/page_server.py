@@ -57,7 +57,7 @@ def ended(reason: str = "stop", *, prompt: int = 1204, cached: int = 1024, token
         {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": tokens,
                                   "prompt_tokens_details": {"cached_tokens": cached}},
          "timings": {"prompt_n": prompt - cached, "prompt_ms": 210.0, "predicted_n": tokens,
-                     "predicted_ms": tokens / rate * 1000, "cache_n": cached, "expert_hit_rate": 0.937}},
+                     "predicted_ms": tokens / rate * 1000, "cache_n": cached}},
     ]
 
 

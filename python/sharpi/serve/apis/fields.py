@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, cast
 
@@ -231,20 +232,27 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+_GBNF = re.compile(r"^[ \t]*root\s*::=", re.MULTILINE)
+
+
 class GrammarFields(Body):
-    type: Literal["lark", "regex"]
+    type: Literal["lark", "gbnf", "regex"]
     value: str
 
 
 def wanted_format(response_format: Mapping[str, Any] | None,
                   grammar: str | GrammarFields | None) -> OutputFormat | None:
-    """What these fields ask of an answer's text; a grammar that is a text is Lark. Raises `ApiError`."""
+    """What these fields ask of an answer's text; a grammar that is a text is GBNF if it has a
+    rule "root", as clients of llama.cpp write it, and Lark if not. Raises `ApiError`."""
     wanted = format_of("response_format", response_format)
     if not grammar:
         return wanted
     if wanted is not None:
         raise _wrong("grammar", "grammar and response_format contradict each other")
-    given = GrammarFields(type="lark", value=grammar) if isinstance(grammar, str) else grammar
+    if isinstance(grammar, str):
+        given = GrammarFields(type="gbnf" if _GBNF.search(grammar) else "lark", value=grammar)
+    else:
+        given = grammar
     if len(given.value) > MOST_SCHEMA_BYTES:
         raise _wrong("grammar", f"grammar is larger than {MOST_SCHEMA_BYTES >> 10} KiB")
     return OutputFormat(given.type, given.value)

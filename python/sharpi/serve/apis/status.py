@@ -114,7 +114,8 @@ def _plan(model: LoadedModel) -> list[dict[str, Any]]:
 
 
 def _experts(model: LoadedModel) -> dict[str, Any] | None:
+    """`None` if experts have no slots in VRAM."""
     from sharpi.planning.expert_stats import ExpertStats
 
     stats = ExpertStats.from_engine(model.engine, model.plan)
-    return None if stats is None else {"hit_rate": stats.summary()["hit_rate"]}
+    return {"hit_rate": stats.hit_rate} if stats is not None and stats.capacity else None

@@ -107,7 +107,6 @@ function counts({ usage, timings }) {
     thinking: usage?.completion_tokens_details?.reasoning_tokens,
     rate: timings?.predicted_per_second ?? perSecond(timings?.predicted_n, timings?.predicted_ms),
     promptRate: timings?.prompt_per_second ?? perSecond(timings?.prompt_n, timings?.prompt_ms),
-    hitRate: timings?.expert_hit_rate,
   };
   return Object.fromEntries(Object.entries(found).filter(([, value]) => Number.isFinite(value)));
 }

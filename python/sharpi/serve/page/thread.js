@@ -170,7 +170,6 @@ class MessageView {
       counts.tokens && `${whole(counts.tokens)} tokens`,
       counts.prompt && `prompt ${whole(counts.prompt)}${cached}`,
       firstMs && `first token after ${seconds(firstMs)}`,
-      counts.hitRate !== undefined && `expert hits ${Math.round(counts.hitRate * 100)} %`,
     ];
     return parts.filter(Boolean).map((part) => el("span", {}, part));
   }

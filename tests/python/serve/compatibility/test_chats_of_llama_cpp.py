@@ -197,12 +197,13 @@ def test_a_format_that_there_is_not_is_refused(client: httpx.Client, format: Any
 
 
 def test_an_answer_follows_a_grammar(client: httpx.Client) -> None:
-    for grammar in ('start: "a"{5}', {"type": "regex", "value": "a{5}"}):
+    for grammar in ('start: "a"{5}', {"type": "regex", "value": "a{5}"}, 'root ::= "a"{5,5}',
+                    {"type": "gbnf", "value": 'root ::= "a" rest\nrest ::= "a"{4}'}):
         assert content_of(chat(client, grammar=grammar)) == "aaaaa"
 
 
-@pytest.mark.parametrize("grammar", ["start: this is (not valid", 'root ::= "a"{5,5}', {"type": "regex", "value": "("},
-                                     {"type": "gbnf", "value": 'root ::= "a"'}])
+@pytest.mark.parametrize("grammar", ["start: this is (not valid", "root ::= missing", {"type": "regex", "value": "("},
+                                     {"type": "gbnf", "value": 'start: "a"'}, {"type": "bnf", "value": "a"}])
 def test_a_grammar_that_is_none_is_refused(client: httpx.Client, grammar: Any) -> None:
     response = client.post("/v1/chat/completions", json={"messages": BOOK, "grammar": grammar})
     error = response.json()["error"]
