@@ -56,6 +56,50 @@ def test_threads_and_cuts_change_no_bits(quantized: Path, monkeypatch: pytest.Mo
             np.testing.assert_array_equal(model.logits(tokens(), chunks=chunks), one)
 
 
+def made(model: Any, text: list[int], **options: Any) -> list[int]:
+    return [token.id for token in model.generate(text, max_tokens=12, temperature=0, **options)]
+
+
+def test_conversations_that_go_back(quantized: Path) -> None:
+    """Two sessions in turn, whose prompts share beginnings of any length, within a block too, with what they held. One
+    takes back wrong guesses besides."""
+    chance = np.random.default_rng(7)
+    with load(quantized, sequences=2) as model, load(quantized, sequences=1) as other:
+        sessions = [model.session(), model.session()]
+        texts = [chance.integers(0, 512, count).tolist() for count in (30, 250)]
+        for turn in range(12):
+            session, text = sessions[turn % 2], texts[turn % 2]
+            found = made(session, text, draft="ngram" if turn % 2 else "off")
+            assert found == made(other.session(), text, draft="off"), turn
+            kept = (text + found)[: chance.integers(1, len(text) + len(found) + 1)]
+            texts[turn % 2] = kept + chance.integers(0, 512, chance.integers(1, 90)).tolist()
+
+
+def test_texts_of_a_batch_are_those_alone(quantized: Path) -> None:
+    chance = np.random.default_rng(8)
+    texts = [chance.integers(0, 512, count).tolist() for count in (3, 61, 124, 130, 200)]
+    with load(quantized, sequences=len(texts), cache_tokens=2048) as model:
+        alone = [made(model, text) for text in texts]
+        together = model.generate_many(texts, max_tokens=12, temperature=0)
+        assert [[token.id for token in answer] for answer in together] == alone
+
+
+def test_a_plan_counts_rows_and_unfinished_blocks(exact: Path) -> None:
+    """Of 4096 tokens: a row for each 4 or 128 of them, and one for each 64 where blocks are longer. Windows have pages
+    of their own for what they see and 64 tokens to roll back to, and for a batch."""
+    with load(exact, context=4096, sequences=1, kv_dtype="fp32") as model:
+        held = model.stats()["kv_bytes"]
+        assert held == model.plan.kv_bytes
+
+    def pages(window: int) -> int:
+        return (window - 1 + 64 + 62) // 64 + 2 + 1
+
+    keys = 6 * 64 * 64 * pages(16)
+    rows = 4096 // 4 * (64 + 64) * 2 + 4096 // 64 * 64 * 2
+    pending = 64 * (2 * 2 * (128 + 128) * pages(8) + 2 * 2 * 64 * pages(128))
+    assert held == 4 * (keys + rows + pending)
+
+
 # What a part is left out by, in the file. The engine then is far from the logits of the whole.
 Change = Callable[[str, np.ndarray], np.ndarray]
 
