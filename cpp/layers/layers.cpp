@@ -331,7 +331,7 @@ void prepareLayerInputs(const LayerContext& context) {
 // What the streams become of the last part's answer.
 static void leaveStreams(const LayerContext& context) {
     const StreamsSpec& streams = *context.spec.streams;
-    if (std::exchange(context.pending, std::nullopt)) context.ops.leaveStreams({streams.count});
+    if (std::exchange(context.pending, std::nullopt)) context.ops.streams().leave({streams.count});
 }
 
 // x = the part's input, if the model has streams.
@@ -340,9 +340,9 @@ static void enterStreams(const LayerContext& context, const StreamMixSpec& mix) 
     const StreamsSpec& streams = *context.spec.streams;
     const Weight& fn = context.weights[mix.fn];
     leaveStreams(context);
-    context.ops.normStreams(context.spec.normEpsilon, fn);
+    context.ops.streams().norm(context.spec.normEpsilon, fn);
     context.ops.linear(RowInput::Streams, {{fn, nullptr, RowBuffer::StreamMix}});
-    context.ops.enterStreams(
+    context.ops.streams().enter(
         {streams.count, streams.iterations, streams.epsilon, context.weights[mix.base], context.weights[mix.scale]});
 }
 
@@ -366,7 +366,7 @@ void runLayer(const LayerContext& context, const LayerSpec& layer, size_t index,
 }
 
 void beginStreams(const LayerContext& context) {
-    if (context.spec.streams) context.ops.beginStreams();
+    if (context.spec.streams) context.ops.streams().begin();
 }
 
 void endLayers(const LayerContext& context) {
@@ -375,9 +375,9 @@ void endLayers(const LayerContext& context) {
     const ModelWeights& w = context.weights;
     const Weight& fn = w[streams.end.fn];
     leaveStreams(context);
-    context.ops.normStreams(context.spec.normEpsilon, fn);
+    context.ops.streams().norm(context.spec.normEpsilon, fn);
     context.ops.linear(RowInput::Streams, {{fn, nullptr, RowBuffer::StreamMix}});
-    context.ops.endStreams({streams.count, 0, streams.epsilon, w[streams.end.base], w[streams.end.scale]});
+    context.ops.streams().end({streams.count, 0, streams.epsilon, w[streams.end.base], w[streams.end.scale]});
 }
 
 void addPending(const LayerContext& context) {

@@ -32,7 +32,7 @@ enum class RowInput : uint8_t {
     LowRank,       // [rows, rank of queries]
     PlainQueries,  // [rows * heads, elements of a query that are not rotated]
     HeadValues,    // [rows, heads * elements of a value]
-    Streams,       // by normStreams(): [rows, streams * embedding]
+    Streams,       // by StreamOperations::norm(): [rows, streams * embedding]
 };
 constexpr size_t kRowInputs = static_cast<size_t>(RowInput::Streams) + 1;
 
@@ -220,6 +220,24 @@ struct HeadCall {
     float softcap = 0;   // see ModelSpec::logitSoftcap
 };
 
+// The operations of hyper-connections.
+class StreamOperations {
+public:
+    virtual ~StreamOperations() = default;
+
+    // Each of a row's streams = Residual.
+    virtual void begin() = 0;
+    // RowInput::Streams = the streams of a row as one vector, RMS-normalized, for the product with `reader`.
+    virtual void norm(float eps, const Weight& reader) = 0;
+    // StreamMix holds that product. Residual = the weighted sum of the streams. Keeps in StreamMix what leave()
+    // needs.
+    virtual void enter(const StreamsCall& call) = 0;
+    // Mixes the streams and adds PartOut to each.
+    virtual void leave(const StreamsCall& call) = 0;
+    // StreamMix holds the product of the model's end. Residual = the weighted sum of the streams.
+    virtual void end(const StreamsCall& call) = 0;
+};
+
 class Operations {
 public:
     virtual ~Operations() = default;
@@ -266,18 +284,7 @@ public:
     // states move on, from and to the entries that the cache given to Backend::begin() names.
     virtual void deltaRule(const DeltaCall& call, const RecurrentLayer& state, const Weight& reader) = 0;
 
-    // Each of a row's streams = Residual.
-    virtual void beginStreams() = 0;
-    // RowInput::Streams = the streams of a row as one vector, RMS-normalized, for the product with `reader`.
-    virtual void normStreams(float eps, const Weight& reader) = 0;
-    // StreamMix holds that product. Residual = the weighted sum of the streams. Keeps in StreamMix what leaveStreams()
-    // needs.
-    virtual void enterStreams(const StreamsCall& call) = 0;
-    // Mixes the streams and adds PartOut to each.
-    virtual void leaveStreams(const StreamsCall& call) = 0;
-    // StreamMix holds the product of the model's end. Residual = the weighted sum of the streams.
-    virtual void endStreams(const StreamsCall& call) = 0;
-
+    virtual StreamOperations& streams() = 0;
     // Each row chooses its experts by RouterLogits. The shared expert, if there is one, is computed between route() and
     // experts(): it reads Normed, and its output goes to SharedOut.
     virtual void route(const ExpertCall& call) = 0;

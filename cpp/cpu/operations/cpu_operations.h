@@ -3,13 +3,14 @@
 
 #include "cpu/cpu_work.h"
 #include "cpu/operations/cpu_experts.h"
+#include "cpu/operations/cpu_streams.h"
 #include "operations/operations.h"
 
 namespace sharpi {
 
 class CpuOperations : public Operations {
 public:
-    explicit CpuOperations(CpuWork& work) : _work(work), _experts(work) {}
+    explicit CpuOperations(CpuWork& work) : _work(work), _experts(work), _streams(work) {}
     CpuExperts& expertWork() { return _experts; }
 
     void embed(const Weight& table, float scale) override;
@@ -28,11 +29,7 @@ public:
     void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) override;
     void compress(const CompressCall& call) override;
     void chooseBlocks(const IndexCall& call) override;
-    void beginStreams() override;
-    void normStreams(float eps, const Weight& reader) override;
-    void enterStreams(const StreamsCall& call) override;
-    void leaveStreams(const StreamsCall& call) override;
-    void endStreams(const StreamsCall& call) override;
+    StreamOperations& streams() override { return _streams; }
     void deltaRule(const DeltaCall& call, const RecurrentLayer& state, const Weight& reader) override;
     void route(const ExpertCall& call) override { _experts.route(call.routing); }
     void experts(const ExpertCall& call) override { _experts.compute(call); }
@@ -45,6 +42,7 @@ private:
 
     CpuWork& _work;
     CpuExperts _experts;
+    CpuStreams _streams;
     const float* _attended = nullptr;  // the last mixer's output
 };
 

@@ -1,9 +1,10 @@
-// Hyper-connections on the CPU; see cpu_operations.h and core/rules/streams.h.
+// See cpu_streams.h.
+#include "cpu/operations/cpu_streams.h"
+
 #include <algorithm>
 #include <cstring>
 
 #include "core/rules/streams.h"
-#include "cpu/operations/cpu_operations.h"
 
 namespace sharpi {
 
@@ -29,7 +30,7 @@ void weighStreams(CpuWork& work, int64_t t, const float* weights, int32_t count)
 
 }  // namespace
 
-void CpuOperations::beginStreams() {
+void CpuStreams::begin() {
     const int64_t width = _work.limits.embedding, count = _work.limits.streams;
     const float* const x = _work.at(RowBuffer::Residual);
     float* const streams = _work.at(RowBuffer::Streams);
@@ -39,12 +40,12 @@ void CpuOperations::beginStreams() {
     });
 }
 
-void CpuOperations::normStreams(float eps, const Weight&) {
+void CpuStreams::norm(float eps, const Weight&) {
     const int64_t all = _work.limits.streams * _work.limits.embedding;
     _work.norm(_work.at(RowBuffer::Streams), nullptr, eps, _work.rows(), all, _work.floats(_work.scratch().streams));
 }
 
-void CpuOperations::enterStreams(const StreamsCall& call) {
+void CpuStreams::enter(const StreamsCall& call) {
     const int32_t n = call.count, all = n * (2 + n);
     float* const mixes = _work.at(RowBuffer::StreamMix);
     forRows(_work, [&](int64_t t, int) {
@@ -57,7 +58,7 @@ void CpuOperations::enterStreams(const StreamsCall& call) {
     });
 }
 
-void CpuOperations::leaveStreams(const StreamsCall& call) {
+void CpuStreams::leave(const StreamsCall& call) {
     const int64_t n = call.count, width = _work.limits.embedding;
     const float *const mixes = _work.at(RowBuffer::StreamMix), *const part = _work.at(RowBuffer::PartOut);
     float* const streams = _work.at(RowBuffer::Streams);
@@ -75,7 +76,7 @@ void CpuOperations::leaveStreams(const StreamsCall& call) {
     });
 }
 
-void CpuOperations::endStreams(const StreamsCall& call) {
+void CpuStreams::end(const StreamsCall& call) {
     const int32_t n = call.count;
     float* const mixes = _work.at(RowBuffer::StreamMix);
     forRows(_work, [&](int64_t t, int) {

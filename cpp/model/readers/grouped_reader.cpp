@@ -73,7 +73,7 @@ CompressorSpec GroupedReader::compressor(const std::string& name, int32_t blockT
     c.keys = matrix(name + "_kv", _model._spec.embedding, c.width());
     c.gates = matrix(name + "_gate", _model._spec.embedding, c.width());
     const std::string offsets = _layer._block + name + "_ape.weight";
-    c.gateOffsets = _model.vector(_model._tensors.requiredFloats(offsets, {c.width(), blockTokens}));
+    c.gateOffsets = _model.vector(_model._tensors.required(offsets, {c.width(), blockTokens}));  // some quantize it
     c.norm = _layer.norm(name + "_norm", headDim);
     return c;
 }

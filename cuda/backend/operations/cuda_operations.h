@@ -31,11 +31,7 @@ public:
     void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) override;
     void compress(const CompressCall& call) override;
     void chooseBlocks(const IndexCall& call) override;
-    void beginStreams() override;
-    void normStreams(float eps, const Weight& reader) override;
-    void enterStreams(const StreamsCall& call) override;
-    void leaveStreams(const StreamsCall& call) override;
-    void endStreams(const StreamsCall& call) override;
+    StreamOperations& streams() override;
     void deltaRule(const DeltaCall& call, const RecurrentLayer& state, const Weight& reader) override;
     void route(const ExpertCall& call) override { _experts.route(call); }
     void experts(const ExpertCall& call) override { _experts.compute(call); }

@@ -15,14 +15,6 @@ void CudaOperations::compress(const CompressCall&) { refuse(); }
 
 void CudaOperations::chooseBlocks(const IndexCall&) { refuse(); }
 
-void CudaOperations::beginStreams() { refuse(); }
-
-void CudaOperations::normStreams(float, const Weight&) { refuse(); }
-
-void CudaOperations::enterStreams(const StreamsCall&) { refuse(); }
-
-void CudaOperations::leaveStreams(const StreamsCall&) { refuse(); }
-
-void CudaOperations::endStreams(const StreamsCall&) { refuse(); }
+StreamOperations& CudaOperations::streams() { refuse(); }
 
 }  // namespace sharpi

@@ -37,11 +37,7 @@ public:
     }
     void compress(const CompressCall& call) override { _to.compress(call); }
     void chooseBlocks(const IndexCall& call) override { _to.chooseBlocks(call); }
-    void beginStreams() override { _to.beginStreams(); }
-    void normStreams(float eps, const Weight& reader) override { _to.normStreams(eps, reader); }
-    void enterStreams(const StreamsCall& call) override { _to.enterStreams(call); }
-    void leaveStreams(const StreamsCall& call) override { _to.leaveStreams(call); }
-    void endStreams(const StreamsCall& call) override { _to.endStreams(call); }
+    StreamOperations& streams() override { return _to.streams(); }
     void route(const ExpertCall& call) override { _to.route(call); }
     void experts(const ExpertCall& call) override { _to.experts(call); }
     void joinDraft(const Weight& table, const float* norms, const float* sourceNorm, float eps,

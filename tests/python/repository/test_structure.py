@@ -57,8 +57,6 @@ UPWARD = {
     "cuda/device/cuda_probe.h -> hardware/hardware_probe.h": "the probe fills in the hardware's own types",
 }
 LARGE_CLASSES: dict[str, str] = {
-    "cpp/cpu/operations/cpu_operations.h: CpuOperations": "an operation for each step of a layer",
-    "cpp/operations/operations.h: Operations": "an operation for each step of a layer",
     "cuda/backend/operations/cuda_operations.h: CudaOperations": "an operation for each step of a layer",
 }
 LONG_FUNCTIONS: dict[str, str] = {}
