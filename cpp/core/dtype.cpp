@@ -13,6 +13,7 @@ static const DTypeInfo kTypes[] = {
     {DType::F32, "F32", 1, 4, true},
     {DType::F16, "F16", 1, 2, true},
     {DType::BF16, "BF16", 1, 2, true},
+    {DType::I32, "I32", 1, 4, false, true},
     {DType::Q4_0, "Q4_0", 32, 18, false},
     {DType::Q4_1, "Q4_1", 32, 20, false},
     {DType::Q5_0, "Q5_0", 32, 22, false},
@@ -40,7 +41,7 @@ static const DTypeInfo kTypes[] = {
 };
 
 #define SHARPI_COUNT(T) +1
-static_assert(3 + SHARPI_QUANTIZED_TYPES(SHARPI_COUNT) == std::size(kTypes), "a type is missing in one of the lists");
+static_assert(4 + SHARPI_QUANTIZED_TYPES(SHARPI_COUNT) == std::size(kTypes), "a type is missing in one of the lists");
 #undef SHARPI_COUNT
 
 const DTypeInfo* findDType(uint32_t ggmlType) {

@@ -28,6 +28,7 @@ enum class DType : uint32_t {
     IQ3_S = 21,
     IQ2_S = 22,
     IQ4_XS = 23,
+    I32 = 26,
     IQ1_M = 29,
     BF16 = 30,
     TQ1_0 = 34,
@@ -50,7 +51,8 @@ struct DTypeInfo {
     const char* name;
     uint32_t blockElements;  // elements that share one block of the format
     uint32_t blockBytes;
-    bool isFloat;  // F32, F16, BF16: multiplied as floats, never with int8 activations
+    bool isFloat;            // F32, F16, BF16: multiplied as floats, never with int8 activations
+    bool isInteger = false;  // I32: numbers of other things; never multiplied
 };
 
 // nullptr if Sharpi cannot compute with the type of this number.

@@ -13,7 +13,9 @@ constexpr int64_t kHeadRows = 64;
 size_t threadScratchBytes(const StepLimits& l) {
     const size_t bytes =
         std::max({cpu::matmulScratchBytes(l.maxCols), cpu::stateScratchBytes(std::max(l.deltaDim, l.mambaStateDim)),
-                  cpu::attentionScratchBytes(l.heads, l.kvHeads, l.headDim, l.pageTokens)});
+                  cpu::attentionScratchBytes(l.heads, l.kvHeads, l.headDim, l.pageTokens),
+                  cpu::indexScratchBytes(l.compressorDim, l.blocks),
+                  sizeof(float) * static_cast<size_t>(l.streams * l.embedding)});
     return (bytes + kAlign - 1) / kAlign * kAlign;
 }
 
@@ -34,8 +36,11 @@ CpuScratch::CpuScratch(int threadCount, const StepLimits& l) {
     sharedScale = s.floats(l.sharedHidden ? l.maxRows : 0);
     logits = s.floats(headRows * l.vocab);
     const int64_t heads = l.maxRows * l.latentHeads;
-    quantized = s.take(std::max(cpu::quantizedRowsBytes(l.maxRows, l.maxCols),
-                                cpu::quantizedRowsBytes(heads, std::max(l.latentRank, l.plainDim))));
+    const int64_t groups = l.maxRows * l.outputGroups;
+    streams = s.floats(l.maxRows * l.streams * l.embedding);
+    quantized = s.take(std::max({cpu::quantizedRowsBytes(l.maxRows, l.maxCols),
+                                 cpu::quantizedRowsBytes(heads, std::max(l.latentRank, l.plainDim)),
+                                 cpu::quantizedRowsBytes(groups, l.groupWidth)}));
     quantizedHidden = s.take(pairs ? cpu::quantizedRowsBytes(pairs, l.expertHidden) : 0);
     threads = s.take(threadStride * static_cast<size_t>(threadCount));
     total = s.bytes();
@@ -168,7 +173,7 @@ void CpuWork::linear(const float* x, int64_t count, const std::vector<Output>& o
 
 void CpuWork::linearByHead(const float* x, int64_t count, const HeadOutput& output) {
     const int64_t heads = output.heads, rowsOfHead = output.w.rows / heads, cols = output.w.cols;
-    if (count > limits.maxRows || heads > limits.latentHeads)
+    if (count > limits.maxRows || heads > std::max(limits.latentHeads, limits.outputGroups))
         throw Error(ErrorKind::Internal, "a product by head exceeds the scratch sized at loading");
     cpu::QuantizedRows xQuant;
     if (!info(output.w.type).isFloat) xQuant = quantize(x, count * heads, cols, _scratch->quantized);

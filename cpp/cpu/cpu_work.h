@@ -25,6 +25,7 @@ struct CpuScratch {
     size_t attended = 0;           // [rows, width of a mixer's output]
     size_t queryGate = 0;          // [rows, width of the queries]
     size_t plainQueries = 0;       // of latent attention: [rows * heads, elements that are not rotated]
+    size_t streams = 0;            // of hyper-connections, normalized: [rows, streams * embedding]
     size_t joined = 0;             // [rows, 2 * embedding]
     size_t sharedScale = 0;        // [rows]
     size_t logits = 0;             // [headRows, vocab]

@@ -128,6 +128,12 @@ size_t attentionScratchBytes(int32_t heads, int32_t kvHeads, int32_t headDim, in
     return scalar::attentionScratch(heads, kvHeads, headDim, pageTokens);
 }
 
+// Sixteen rows, the scores, and as many numbers.
+size_t indexScratchBytes(int32_t dim, int64_t blocks) {
+    const int32_t rounded = (dim + 15) / 16 * 16;
+    return (16 * static_cast<size_t>(rounded) + 2 * static_cast<size_t>(blocks + 16)) * sizeof(float);
+}
+
 // Sixteen columns of a head's matrix.
 size_t stateScratchBytes(int32_t rows) { return static_cast<size_t>(rows) * 16 * sizeof(float); }
 

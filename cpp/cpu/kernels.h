@@ -58,6 +58,28 @@ struct AttentionArgs {
     const float* sinks = nullptr;  // [heads] or nullptr
     KvPages pages;
     const int32_t* pageTable = nullptr;
+    // Rows of blocks that a query sees besides; none if blocks.k is null. There is one kv head then.
+    KvPages blocks;
+    const int32_t* blockTable = nullptr;
+    const int32_t* chosen = nullptr;  // row i's blocks, ascending: chosen + i * topK; nullptr: all that are over
+    int64_t topK = 0;
+};
+
+// A block of tokens; see kernels/blocks.cpp. Of each token: its key, its gate and its gate's offset, [headDim] each.
+constexpr int32_t kMostBlockTokens = 256;
+struct BlockArgs {
+    const float *keys[kMostBlockTokens], *gates[kMostBlockTokens], *offsets[kMostBlockTokens];
+    int32_t tokens = 0;
+    int64_t headDim = 0;
+};
+
+// The scores of the first `count` blocks for one query row.
+struct IndexArgs {
+    const float *queries = nullptr, *weights = nullptr;  // [heads, headDim], [heads]
+    int32_t heads = 0;
+    KvPages rows;
+    const int32_t* table = nullptr;
+    int64_t count = 0;
 };
 
 // A row of a feed-forward part. Both products are multiplied by `factor`, then the biases are added.
@@ -148,6 +170,10 @@ struct Kernels {
     // Query rows [rowBegin, rowEnd) for kv head `kvHead` (all query heads of its group).
     // A row's result does not depend on the other rows of the call.
     void (*attention)(const AttentionArgs& args, int32_t kvHead, int64_t rowBegin, int64_t rowEnd, void* scratch);
+    // [headDim] floats; see kernels/blocks.cpp.
+    void (*poolBlock)(const BlockArgs& args, float* out);
+    // scores: room for args.count rounded up to 16. scratch: [16, headDim rounded up to 16].
+    void (*indexScores)(const IndexArgs& args, float* scores, float* scratch);
     // Channels [begin, end).
     void (*convSilu)(const ConvArgs& args, int64_t begin, int64_t end);
     // Columns [begin, end) of the state, and of v and out. `scratch`: 64-byte-aligned, stateScratchBytes(dim).
@@ -165,6 +191,7 @@ size_t attentionScratchBytes(int32_t heads, int32_t kvHeads, int32_t headDim, in
 
 // For kernels that update a head's matrix of that many rows.
 size_t stateScratchBytes(int32_t rows);
+size_t indexScratchBytes(int32_t dim, int64_t blocks);
 
 // The best table that this machine can run, or the one that SHARPI_CPU_ISA=scalar|avx2|avx512|amx names.
 // Throws Error(InvalidArgument) if that one cannot run here.

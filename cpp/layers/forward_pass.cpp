@@ -89,8 +89,9 @@ void ForwardPass::run(const Batch& batch, const HeldRows& held) {
         const LayerContext context = this->context(pending);
         ops.embed(_weights[_spec.tokenEmbedding], _spec.embeddingScale);
         prepareLayerInputs(context);
+        beginStreams(context);
         for (size_t i = 0; i < _spec.layers.size(); ++i) runLayer(context, _spec.layers[i], i, _nextWithExperts[i]);
-        addPending(context);
+        endLayers(context);
         if (count) head(0);
     });
     for (const int32_t sequence : batch.sequences) _kv.commit(sequence);

@@ -26,6 +26,7 @@ RouterCall routerOf(const LayerContext& context, const LayerSpec& layer) {
     else call.norm = normOf(context, layer.ffnNorm, layer.ffnNormBias);
     call.router = &w[r.router];
     call.bias = w[r.bias];
+    call.tokenChoices = w[r.tokenChoices];
     call.choiceBias = w[r.choiceBias];
     call.outputScale = w[r.outputScale];
     call.expertLayer = layer.experts->expertLayer;
@@ -68,7 +69,7 @@ HeadsCall headsOf(const LayerContext& context, const AttentionSpec& a) {
     heads.normAfterRotation = a.normAfterRotation;
     heads.valueNorm = a.valueNorm;
     heads.appends = a.kvLayer < 0;
-    heads.valuesAreKeys = heads.appends && !a.v && !a.latent;
+    heads.valuesAreKeys = heads.appends && !a.v && !a.latent && !a.valuesAreKeys;
     heads.qNorm = w[a.qNorm];
     heads.kNorm = w[a.kNorm];
     heads.eps = context.spec.normEpsilon;
@@ -77,14 +78,18 @@ HeadsCall headsOf(const LayerContext& context, const AttentionSpec& a) {
     heads.reach = a.reach;
     heads.softcap = a.softcap;
     heads.sinks = w[a.sinks];
+    heads.rotatesBack = a.rotatesBack;
+    if (a.compressor) heads.blocks = &context.kv.layer(context.spec.extraCache(a.compressor->firstCache + 1));
+    if (a.indexer) heads.topK = a.indexer->topK;
     return heads;
 }
 
 // Writes SharedOut.
-void sharedExpert(const LayerContext& context, const SharedExpertSpec& shared, Activation activation) {
+void sharedExpert(const LayerContext& context, const SharedExpertSpec& shared) {
     const ModelWeights& w = context.weights;
     const Weight& down = w[shared.down];
-    context.ops.gatedLinear(RowInput::Normed, {w[shared.gate], w[shared.up], nullptr, nullptr, activation}, down);
+    context.ops.gatedLinear(RowInput::Normed, {w[shared.gate], w[shared.up], nullptr, nullptr, shared.activation},
+                            down);
     context.ops.linear(RowInput::Hidden, {{down, nullptr, RowBuffer::SharedOut}});
 }
 
@@ -126,21 +131,20 @@ void attentionLayer(const LayerContext& context, const LayerSpec& layer, const K
 // The queries as heads have them, and the row of the cache as it is before its norm and rotation.
 void latentProjections(const LayerContext& context, const LayerSpec& layer) {
     const AttentionSpec& a = *layer.attention;
-    const LatentSpec& latent = *a.latent;
     const ModelWeights& w = context.weights;
     Operations& ops = context.ops;
     const Weight &q = w[a.q], &k = w[a.k];
     const NormCall mixerNorm = normOf(context, layer.mixerNorm, layer.mixerNormBias);
     const Product keys{k, nullptr, RowBuffer::Keys}, queries{q, nullptr, RowBuffer::HeadQueries};
-    if (!latent.queryDown) {
+    if (!a.queryDown) {
         norm(context, mixerNorm, {q, k});
         return ops.linear(RowInput::Normed, {queries, keys});
     }
-    const Weight& down = w[latent.queryDown];
+    const Weight& down = w[a.queryDown];
     norm(context, mixerNorm, {down, k});
     ops.linear(RowInput::Normed, {{down, nullptr, RowBuffer::LowRankQueries}, keys});
-    ops.takeRows({RowBuffer::LowRankQueries, 1, down.rows, w[latent.queryNorm], context.spec.normEpsilon},
-                 RowInput::LowRank, q);
+    ops.takeRows({RowBuffer::LowRankQueries, 1, down.rows, w[a.queryNorm], context.spec.normEpsilon}, RowInput::LowRank,
+                 q);
     ops.linear(RowInput::LowRank, {queries});
 }
 
@@ -158,6 +162,50 @@ void latentLayer(const LayerContext& context, const LayerSpec& layer, const KvPa
     ops.prepareLatent({a.heads, latent.plainDim, w[latent.norm], heads.eps, heads.rope, heads.queryScale}, pages);
     ops.attend(heads, pages, valueUp);
     ops.linearByHead(RowInput::Attended, {valueUp, a.heads, RowBuffer::HeadValues, latent.valueDim});
+    ops.takeRows({RowBuffer::HeadValues, 1, output.cols}, RowInput::HeadValues, output);
+    addPart(context, layer, RowInput::HeadValues, output, nullptr, layer.mixerPostNorm);
+}
+
+void compress(const LayerContext& context, const AttentionSpec& a, const CompressorSpec& c) {
+    const ModelWeights& w = context.weights;
+    const size_t caches = context.spec.extraCache(c.firstCache);
+    context.ops.linear(RowInput::Normed, {{w[c.keys], nullptr, RowBuffer::CompressorKeys},
+                                          {w[c.gates], nullptr, RowBuffer::CompressorGates}});
+    context.ops.blocks().compress({c.blockTokens, c.overlaps, w[c.gateOffsets], w[c.norm], context.spec.normEpsilon,
+                                   w.rope(a.rope), context.kv.layer(caches), context.kv.layer(caches + 1)});
+}
+
+// Which blocks the rows see; reads Normed and LowRank.
+void chooseBlocks(const LayerContext& context, const AttentionSpec& a) {
+    const IndexerSpec& indexer = *a.indexer;
+    const ModelWeights& w = context.weights;
+    compress(context, a, indexer.compressor);
+    context.ops.linear(RowInput::Normed, {{w[indexer.weights], nullptr, RowBuffer::IndexWeights}});
+    context.ops.linear(RowInput::LowRank, {{w[indexer.queries], nullptr, RowBuffer::IndexQueries}});
+    const KvPages& rows = context.kv.layer(context.spec.extraCache(indexer.compressor.firstCache + 1));
+    context.ops.blocks().choose({indexer.heads, indexer.topK, indexer.scale, w.rope(a.rope), rows});
+}
+
+// x += output(outputDown(attention(norm(x)))): queries of low rank, one key for all heads that is the value too,
+// perhaps rows of blocks beside the keys, and an output of low rank by groups of heads.
+void groupedLayer(const LayerContext& context, const LayerSpec& layer, const KvPages& pages) {
+    const AttentionSpec& a = *layer.attention;
+    const ModelWeights& w = context.weights;
+    Operations& ops = context.ops;
+    const Weight &down = w[a.queryDown], &q = w[a.q], &k = w[a.k], &outputDown = w[a.outputDown];
+    const Weight& output = w[a.output];
+    norm(context, normOf(context, layer.mixerNorm, layer.mixerNormBias), {down, k});
+    ops.linear(RowInput::Normed, {{down, nullptr, RowBuffer::LowRankQueries}, {k, nullptr, RowBuffer::Keys}});
+    ops.takeRows({RowBuffer::LowRankQueries, 1, down.rows, w[a.queryNorm], context.spec.normEpsilon}, RowInput::LowRank,
+                 q);
+    ops.linear(RowInput::LowRank, {{q, nullptr, RowBuffer::Queries}});
+    if (a.compressor) compress(context, a, *a.compressor);
+    if (a.indexer) chooseBlocks(context, a);
+    const HeadsCall heads = headsOf(context, a);
+    ops.prepareHeads(heads, pages);
+    ops.attend(heads, pages, outputDown);
+    const int64_t rank = outputDown.rows / a.outputGroups;
+    ops.linearByHead(RowInput::Attended, {outputDown, a.outputGroups, RowBuffer::HeadValues, rank});
     ops.takeRows({RowBuffer::HeadValues, 1, output.cols}, RowInput::HeadValues, output);
     addPart(context, layer, RowInput::HeadValues, output, nullptr, layer.mixerPostNorm);
 }
@@ -270,7 +318,7 @@ void expertLayer(const LayerContext& context, const LayerSpec& layer, const Laye
         ops.linear(RowInput::Normed, {logits});
     }
     ops.route(call);
-    if (f.shared) sharedExpert(context, *f.shared, f.activation);
+    if (f.shared) sharedExpert(context, *f.shared);
     ops.experts(call);
     if (apart && !layer.parallel) leavePart(context, layer.ffnPostNorm);
 }
@@ -308,22 +356,58 @@ void prepareLayerInputs(const LayerContext& context) {
     context.ops.joinLayerInputs({w[spec->table], spec->width, w[spec->norm], context.spec.normEpsilon});
 }
 
+// What the streams become of the last part's answer.
+static void leaveStreams(const LayerContext& context) {
+    const StreamsSpec& streams = *context.spec.streams;
+    if (std::exchange(context.pending, std::nullopt)) context.ops.streams().leave({streams.count});
+}
+
+// x = the part's input, if the model has streams.
+static void enterStreams(const LayerContext& context, const StreamMixSpec& mix) {
+    if (!context.spec.streams) return;
+    const StreamsSpec& streams = *context.spec.streams;
+    const Weight& fn = context.weights[mix.fn];
+    leaveStreams(context);
+    context.ops.streams().norm(context.spec.normEpsilon, fn);
+    context.ops.linear(RowInput::Streams, {{fn, nullptr, RowBuffer::StreamMix}});
+    context.ops.streams().enter(
+        {streams.count, streams.iterations, streams.epsilon, context.weights[mix.base], context.weights[mix.scale]});
+}
+
 void runLayer(const LayerContext& context, const LayerSpec& layer, size_t index, const LayerSpec* nextWithExperts) {
+    enterStreams(context, layer.mixerStreams);
     if (layer.attention) {
         const int32_t kvLayer = layer.attention->kvLayer;
         const KvPages& pages = context.kv.layer(kvLayer < 0 ? index : static_cast<size_t>(kvLayer));
         if (layer.attention->latent) latentLayer(context, layer, pages);
+        else if (layer.attention->outputDown) groupedLayer(context, layer, pages);
         else attentionLayer(context, layer, pages);
     } else if (layer.delta) {
         gatedDeltaLayer(context, layer, context.kv.states().layer(index));
     } else if (layer.mamba) {
         mambaLayer(context, layer, context.kv.states().layer(index));
     }
+    enterStreams(context, layer.ffnStreams);
     if (layer.parallel) parallelLayer(context, layer, nextWithExperts);
     else if (layer.dense) denseLayer(context, layer);
     else if (layer.experts) expertLayer(context, layer, nextWithExperts);
     if (layer.layerInput) addLayerInput(context, *layer.layerInput, static_cast<int32_t>(index));
     if (layer.outputScale) context.pending->scale = context.weights[layer.outputScale];
+}
+
+void beginStreams(const LayerContext& context) {
+    if (context.spec.streams) context.ops.streams().begin();
+}
+
+void endLayers(const LayerContext& context) {
+    if (!context.spec.streams) return addPending(context);
+    const StreamsSpec& streams = *context.spec.streams;
+    const ModelWeights& w = context.weights;
+    const Weight& fn = w[streams.end.fn];
+    leaveStreams(context);
+    context.ops.streams().norm(context.spec.normEpsilon, fn);
+    context.ops.linear(RowInput::Streams, {{fn, nullptr, RowBuffer::StreamMix}});
+    context.ops.streams().end({streams.count, 0, streams.epsilon, w[streams.end.base], w[streams.end.scale]});
 }
 
 void addPending(const LayerContext& context) {

@@ -25,7 +25,13 @@ void prepareLayerInputs(const LayerContext& context);
 // A whole layer: its mixer, then its feed-forward part, as far as it has them. index: its number in the model.
 void runLayer(const LayerContext& context, const LayerSpec& layer, size_t index, const LayerSpec* nextWithExperts);
 
-// After the last layer: x is whole.
+// After embed(): every stream begins with x, if the model has streams.
+void beginStreams(const LayerContext& context);
+
+// After the model's last layer: x is what the output head reads.
+void endLayers(const LayerContext& context);
+
+// Adds what a part has left to x.
 void addPending(const LayerContext& context);
 
 }  // namespace sharpi

@@ -13,7 +13,8 @@ namespace {
 
 // Keys and values.
 size_t pageBytes(const KvLayerShape& layer, KvType type) {
-    return static_cast<size_t>(layer.elementsPerToken()) * KvCache::kPageTokens * kvElementBytes(type);
+    const int64_t rows = std::max(KvCache::kPageTokens / layer.rowTokens, 1);
+    return static_cast<size_t>(layer.elementsPerRow() * rows) * kvElementBytes(layer.typeIn(type));
 }
 
 // What layers are given: pools of pages, and which of them each layer has.
@@ -87,7 +88,8 @@ KvCache::KvCache(Allocator& allocator, const std::vector<KvLayerShape>& layers, 
         const int32_t list = division.listOf[i];
         const size_t bytes = pageBytes(layer, type) * static_cast<size_t>(division.pages[static_cast<size_t>(list)]);
         uint8_t* const values = layer.valuePrefix > 0 ? nullptr : next + bytes / 2;
-        _layers.push_back({type, layer.kvHeads, layer.headDim, kPageTokens, next, values, list, layer.valuePrefix});
+        _layers.push_back({layer.typeIn(type), layer.kvHeads, layer.headDim, kPageTokens, next, values, list,
+                           layer.valuePrefix, layer.rowTokens});
         next += bytes;
     }
 }

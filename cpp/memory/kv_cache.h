@@ -20,7 +20,10 @@ struct KvLayerShape {
     AttentionReach reach = {};
     int32_t source = -1;      // the earlier layer whose keys and values it reads; -1: it keeps its own
     int32_t valuePrefix = 0;  // see KvPages
-    int64_t elementsPerToken() const { return int64_t{kvHeads} * headDim * (valuePrefix > 0 ? 1 : 2); }
+    int32_t rowTokens = 1;    // see KvPages; divides a page's tokens or is a multiple of them
+    bool floats = false;      // always F32
+    int64_t elementsPerRow() const { return int64_t{kvHeads} * headDim * (valuePrefix > 0 ? 1 : 2); }
+    KvType typeIn(KvType cache) const { return floats ? KvType::F32 : cache; }
 };
 
 class KvCache {

@@ -16,7 +16,7 @@ constexpr int64_t kPage = KvCache::kPageTokens;
 
 // Of a page's keys in a layer; its values take the same.
 size_t keyBytes(const KvPages& layer) {
-    return size_t(layer.kvHeads) * layer.headDim * layer.pageTokens * kvElementBytes(layer.type);
+    return size_t(layer.kvHeads) * layer.headDim * layer.rowsOfPage() * kvElementBytes(layer.type);
 }
 
 }  // namespace
@@ -46,7 +46,7 @@ template <typename Body> void KvSharing::forParts(int32_t page, const Body& body
         if (!bytes || layer.k <= last) continue;  // it keeps none, or has those of an earlier layer
         last = layer.k;
         body(layer.k + static_cast<size_t>(page) * bytes, bytes);
-        body(layer.v + static_cast<size_t>(page) * bytes, bytes);
+        if (layer.v) body(layer.v + static_cast<size_t>(page) * bytes, bytes);
     }
 }
 

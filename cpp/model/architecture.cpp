@@ -50,6 +50,16 @@ std::vector<const LayerSpec*> ModelSpec::loadedLayers() const {
     return all;
 }
 
+std::vector<const CompressorSpec*> ModelSpec::compressors() const {
+    std::vector<const CompressorSpec*> all;
+    for (const LayerSpec& layer : layers) {
+        if (!layer.attention) continue;
+        if (layer.attention->compressor) all.push_back(&*layer.attention->compressor);
+        if (layer.attention->indexer) all.push_back(&layer.attention->indexer->compressor);
+    }
+    return all;
+}
+
 void ModelSpec::dropPredictions() {
     predictions.clear();
     while (weights.back().part == ModelPart::Prediction) weights.pop_back();

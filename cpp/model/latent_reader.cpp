@@ -56,9 +56,9 @@ LayerReader& LayerReader::latentAttention(const AttentionParts& parts) {
     const int64_t queries = int64_t{a.heads} * keyDim;
     if (md.has(prefix + "q_lora_rank")) {
         const int32_t queryRank = integer("q_lora_rank", kMaxWidth);
-        latent.queryDown = matrix("attn_q_a", {width, queryRank});
+        a.queryDown = matrix("attn_q_a", {width, queryRank});
         a.k = matrix("attn_kv_a_mqa", {width, a.headDim});
-        latent.queryNorm = norm("attn_q_a_norm", queryRank);
+        a.queryNorm = norm("attn_q_a_norm", queryRank);
         a.q = matrix("attn_q_b", {queryRank, queries});
     } else {
         a.q = matrix("attn_q", {width, queries});

@@ -18,7 +18,10 @@ Gating readGating(const Metadata& md, const std::string& key, Gating usual) {
     case 1: return Gating::Softmax;
     case 2: return Gating::Sigmoid;
     case 3: return Gating::SoftmaxOfChosen;
-    default: bad("metadata key '" + key + "' is none of 1 (softmax), 2 (sigmoid) and 3 (softmax of the chosen)");
+    case 4: return Gating::RootSoftplus;
+    default:
+        bad("metadata key '" + key +
+            "' is none of 1 (softmax), 2 (sigmoid), 3 (softmax of the chosen) and 4 (root of softplus)");
     }
 }
 
@@ -322,6 +325,12 @@ void LayerReader::readRouting(RoutingSpec& r, const ExpertParts& parts) {
         _model._tensors.required(_block + "ffn_gate_inp.weight", {_model._spec.embedding, r.count});
     r.router = _model.matrix(router, WeightRole::Router);
     r.bias = floats("ffn_gate_inp.bias", {r.count});
+    if (parts.choicesByToken) {
+        const WeightSlice table =
+            _model._tensors.requiredIntegers(_block + "ffn_gate_tid2eid.weight", {r.used, _model._spec.vocabSize});
+        r.tokenChoices = _model.vector(table);
+        _model._spec.weights.back().below = r.count;
+    }
     r.choiceBias = floats("exp_probs_b.bias", {r.count});
     r.outputScale = floats("ffn_down_exps.scale", {r.count});
 }
@@ -385,6 +394,7 @@ void LayerReader::sharedExpert(ExpertFfnSpec& f, const ExpertParts& parts) {
     TensorFinder& tensors = _model._tensors;
     const int64_t width = _model._spec.embedding;
     SharedExpertSpec shared;
+    shared.activation = parts.sharedActivation.value_or(parts.activation);
     shared.hidden = tensors.columns(_block + "ffn_down_shexp.weight", kMaxHidden);
     const auto matrix = [&](const char* name, int64_t cols, int64_t rows) {
         return _model.matrix(tensors.required(_block + name + ".weight", {cols, rows}), WeightRole::Attention);

@@ -50,6 +50,13 @@ int64_t Metadata::integerAt(const std::string& key, size_t index, int64_t low, i
     return inRange(key, static_cast<int64_t>(value), low, high);
 }
 
+double Metadata::numberAt(const std::string& key, size_t index) const {
+    const auto* array = std::get_if<std::vector<double>>(&get(key));
+    const double value = array ? element(key, *array, index) : number(key);
+    if (!std::isfinite(value)) bad("metadata key '" + key + "' has an element that is not finite");
+    return value;
+}
+
 bool Metadata::flagAt(const std::string& key, size_t index) const {
     const auto* array = std::get_if<std::vector<double>>(&get(key));
     return array ? element(key, *array, index) != 0 : flagOr(key, false);

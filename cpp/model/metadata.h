@@ -28,6 +28,7 @@ public:
     int64_t integerOr(const std::string& key, int64_t low, int64_t high, int64_t fallback) const;
     // The element `index` of an array, or the value of a key that holds one number for all.
     int64_t integerAt(const std::string& key, size_t index, int64_t low, int64_t high) const;
+    double numberAt(const std::string& key, size_t index) const;  // finite
     bool flagAt(const std::string& key, size_t index) const;
     double number(const std::string& key) const;  // finite
     double numberOr(const std::string& key, double fallback) const;

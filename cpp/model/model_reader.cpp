@@ -140,7 +140,9 @@ int32_t ModelReader::rope(const RopeParts& parts) {
     RopeSpec rope;
     rope.pairing = parts.pairing;
     const int64_t dim = headDim(parts.windowed, 0);
-    const std::string count = named("dimension_count"), base = named("freq_base");
+    rope.last = parts.last;
+    const std::string count = named("dimension_count");
+    const std::string base = parts.windowed ? named("freq_base") : key(parts.baseKey);
     rope.dims = static_cast<int32_t>(_metadata.integerOr(count, 2, dim, dim));
     if (rope.dims % 2) bad("metadata key '" + count + "' is odd: rotary embedding works on pairs");
     rope.base = _metadata.numberOr(base, parts.base);
@@ -150,6 +152,7 @@ int32_t ModelReader::rope(const RopeParts& parts) {
     rope.originalContext =
         _metadata.integerOr(prefix + "scaling.original_context_length", 1, kMaxDim, _spec.contextLength);
     if (parts.scaled) readScaling(rope, _metadata, prefix, parts.fileBetas);
+    if (parts.magnitude) rope.magnitude = *parts.magnitude;
     const auto factors = [&](const std::string& name) -> VectorId {
         const WeightSlice slice = _tensors.optionalFloats(name, {rope.dims / 2});
         return slice ? VectorId{add({slice}, WeightRole::Vector, WeightForm::Parameters)} : VectorId();

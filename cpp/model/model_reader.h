@@ -15,6 +15,7 @@
 
 namespace sharpi {
 
+class GroupedReader;
 class LayerReader;
 
 // The members of AttentionSpec that no tensor and no usual key gives.
@@ -38,12 +39,15 @@ struct AttentionParts {
 
 struct RopeParts {
     RopeSpec::Pairing pairing = RopeSpec::Pairing::Halves;
-    bool windowed = false;               // the keys of these layers may end in _swa
-    bool scaled = true;                  // as the keys rope.scaling.* say
-    bool factors = true;                 // the file may have rope_freqs for these layers
-    bool fileBetas = false;              // the file's yarn_beta_* are used; usually they are 32 and 1 whatever it says
-    double base = 10000.0;               // if no key says it
-    std::optional<double> windowedBase;  // if freq_base_swa is not there; absent: as freq_base says
+    bool windowed = false;   // the keys of these layers may end in _swa
+    bool last = false;       // the last elements of a head are rotated
+    bool scaled = true;      // as the keys rope.scaling.* say
+    bool factors = true;     // the file may have rope_freqs for these layers
+    bool fileBetas = false;  // the file's yarn_beta_* are used; usually they are 32 and 1 whatever it says
+    double base = 10000.0;   // if no key says it
+    std::string baseKey = "rope.freq_base";  // on layers without a window
+    std::optional<double> magnitude;         // in place of what the keys make of it
+    std::optional<double> windowedBase;      // if freq_base_swa is not there; absent: as freq_base says
 };
 
 struct DenseParts {
@@ -59,7 +63,9 @@ struct ExpertParts {
     enum class Shared { None, Scaled, Plain };
     Shared shared = Shared::None;  // Scaled: times sigmoid(ffn_gate_inp_shexp . x)
     Activation activation;
-    bool gated = true;  // the shared expert too
+    std::optional<Activation> sharedActivation;  // of the shared expert, if it is another
+    bool gated = true;                           // the shared expert too
+    bool choicesByToken = false;                 // ffn_gate_tid2eid names each token's experts
 };
 
 class ModelReader {
@@ -109,6 +115,7 @@ public:
     ModelSpec finish();
 
 private:
+    friend class GroupedReader;
     friend class LayerReader;
     int32_t add(std::vector<WeightSlice> slices, WeightRole role, WeightForm form, double share = 1.0);
     MatrixId matrix(const WeightSlice& slice, WeightRole role) { return {add({slice}, role, WeightForm::Matrix)}; }
@@ -159,6 +166,7 @@ public:
     LayerReader& unused(const std::string& name);
 
 private:
+    friend class GroupedReader;
     friend class ModelReader;
     LayerReader(ModelReader& model, LayerSpec& layer, int64_t index)
         : _model(model),

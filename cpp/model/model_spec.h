@@ -28,6 +28,7 @@ struct RopeSpec {
     double magnitude = 1.0;       // YaRN's attention factor
     double betaFast = 32.0, betaSlow = 1.0;
     int64_t originalContext = 0;
+    bool last = false;     // the last elements of a head are rotated instead
     VectorId factors;      // [dims / 2]: frequencies are divided by it; may be absent
     VectorId longFactors;  // takes the place of `factors` in contexts beyond the original one; may be absent
     bool isLong(int64_t context) const { return longFactors && context > originalContext; }
@@ -47,11 +48,35 @@ struct LatentSpec {
     int32_t rank = 0;      // elements of a latent
     int32_t plainDim = 0;  // of a head's query before that product: those that are not rotated
     int32_t valueDim = 0;  // of a head's value
-    MatrixId queryDown;    // [embedding, rank of queries], normalized by queryNorm, which q reads; absent: q reads x
-    VectorId queryNorm;
-    VectorId norm;     // [rank], of latents
-    MatrixId keyUp;    // head by head: [plainDim, heads * rank]
-    MatrixId valueUp;  // head by head: [rank, heads * valueDim]
+    VectorId norm;         // [rank], of latents
+    MatrixId keyUp;        // head by head: [plainDim, heads * rank]
+    MatrixId valueUp;      // head by head: [rank, heads * valueDim]
+};
+
+// Makes one row of a block of tokens: element by element, the softmax over the block's tokens of their gates weighs
+// their keys. The row is normalized, and rotated by the position of the block's first token. With `overlaps`, keys and
+// gates have two halves: a block takes the second half of its own tokens' and the first half of the tokens' of the
+// block before. The cache keeps the rows, and the keys and gates of tokens whose block is not over.
+struct CompressorSpec {
+    int32_t blockTokens = 0, headDim = 0;
+    bool overlaps = false;
+    MatrixId keys, gates;    // [embedding, width()]
+    VectorId gateOffsets;    // [blockTokens, width()], added to the gates of a block's tokens
+    VectorId norm;           // [headDim]
+    int32_t firstCache = 0;  // ModelSpec::extraCache: of unfinished blocks; the next one is that of the rows
+    int32_t width() const { return (overlaps ? 2 : 1) * headDim; }
+    // Tokens whose keys and gates a block's last token needs.
+    int32_t span() const { return (overlaps ? 2 : 1) * blockTokens; }
+};
+
+// Chooses the blocks that a token sees: the topK with the largest sums over heads of weight * max(0, query . row), the
+// lower number among equals. Its rows are its own.
+struct IndexerSpec {
+    int32_t heads = 0, topK = 0;
+    float scale = 1.0f;  // of the weights
+    MatrixId queries;    // of the row of low rank that q reads; rotated as the layer's are
+    MatrixId weights;    // [embedding, heads]
+    CompressorSpec compressor;
 };
 
 struct AttentionSpec {
@@ -67,6 +92,14 @@ struct AttentionSpec {
     int32_t queryScale = -1;  // index into ModelSpec::queryScales; -1: none
     // q gives each head's query and then its gate; the head's output is multiplied by sigmoid(gate).
     bool gated = false;
+    MatrixId queryDown;  // [embedding, rank of queries], normalized by queryNorm, which q reads; absent: q reads x
+    VectorId queryNorm;
+    bool valuesAreKeys = false;  // as the cache has them, where nothing is stored twice; there is no v
+    bool rotatesBack = false;    // what a head gives is rotated back by its query's position
+    MatrixId outputDown;  // group by group: [heads * headDim / groups, groups * rank], read by `output`; or absent
+    int32_t outputGroups = 0;
+    std::optional<CompressorSpec> compressor;  // its rows are seen beside the keys of the reach
+    std::optional<IndexerSpec> indexer;        // else all of them are seen
     // Elements of a head's query as q gives it: those that are not rotated come first in latent attention.
     int32_t queryDim() const { return latent ? latent->plainDim + headDim - latent->rank : headDim; }
     // Elements of what a head gives to `output`.
@@ -128,12 +161,14 @@ struct DenseFfnSpec {
 // An expert that every token goes through, times sigmoid(scale . x).
 struct SharedExpertSpec {
     int64_t hidden = 0;
+    Activation activation;
     VectorId scale;  // absent: times 1
     MatrixId gate, up, down;
 };
 
 // The `used` best scores, each with the choice bias added, are kept (ties: the lower index). Weights are the scores
-// without that bias: renormalized or not, times weightScale, times the expert's outputScale.
+// without that bias: renormalized or not, times weightScale, times the expert's outputScale. With a table of choices,
+// each token has its experts whatever the scores are.
 struct RoutingSpec {
     int32_t count = 0, used = 0;
     Gating gating = Gating::Softmax;
@@ -143,9 +178,10 @@ struct RoutingSpec {
     float weightScale = 1.0f;
     bool weightsInput = false;  // the weight multiplies the expert's input, not its output
     MatrixId router;
-    VectorId bias;         // [count], of the logits; may be absent
-    VectorId choiceBias;   // [count], of the scores, for the choice alone; may be absent
-    VectorId outputScale;  // [count]; may be absent
+    VectorId bias;          // [count], of the logits; may be absent
+    VectorId tokenChoices;  // [vocab, used]: each token's experts; may be absent
+    VectorId choiceBias;    // [count], of the scores, for the choice alone; may be absent
+    VectorId outputScale;   // [count]; may be absent
 };
 
 struct ExpertFfnSpec {
@@ -170,11 +206,30 @@ struct LayerInputSpec {
     VectorId norm;
 };
 
+// How a part of a layer reads the streams of hyper-connections and how its answer joins them. m = fn(rms(all streams)),
+// three runs of numbers: sigmoid(scale[0] m + base) + epsilon weighs streams into the part's input, 2 sigmoid(scale[1]
+// m
+// + base) weighs the answer into each stream, and from the rest Sinkhorn's iterations make the matrix that mixes the
+// streams. core/rules/streams.h has the order.
+struct StreamMixSpec {
+    MatrixId fn;  // [streams * embedding, streams * (2 + streams)]; at the model's end [.., streams]
+    VectorId base, scale;
+    explicit operator bool() const { return bool(fn); }
+};
+
+// The residual stream is `count` streams: hyper-connections (Zhu et al., 2024).
+struct StreamsSpec {
+    int32_t count = 0, iterations = 0;
+    float epsilon = 0;
+    StreamMixSpec end;  // weighs the streams into what the output head reads
+};
+
 struct LayerSpec {
-    VectorId mixerNorm, ffnNorm;          // absent: the part reads x as it is
-    VectorId mixerNormBias, ffnNormBias;  // of NormKind::Layer; may be absent
-    VectorId mixerPostNorm, ffnPostNorm;  // of what a part adds to x; may be absent
-    bool oneNorm = false;                 // the feed-forward part reads what the mixer reads; there is no ffnNorm
+    StreamMixSpec mixerStreams, ffnStreams;  // if the model has streams
+    VectorId mixerNorm, ffnNorm;             // absent: the part reads x as it is
+    VectorId mixerNormBias, ffnNormBias;     // of NormKind::Layer; may be absent
+    VectorId mixerPostNorm, ffnPostNorm;     // of what a part adds to x; may be absent
+    bool oneNorm = false;                    // the feed-forward part reads what the mixer reads; there is no ffnNorm
     // The mixer: at most one of the three. A layer may lack it, or the feed-forward part, but not both.
     std::optional<AttentionSpec> attention;
     std::optional<GatedDeltaSpec> delta;
@@ -222,6 +277,7 @@ struct ModelSpec {
     std::vector<RopeSpec> ropes;
     std::vector<QueryScaleSpec> queryScales;
     std::optional<LayerInputsSpec> layerInputs;
+    std::optional<StreamsSpec> streams;
     MatrixId tokenEmbedding, output;
     VectorId outputNorm, outputNormBias;  // the bias: of NormKind::Layer; may be absent
     std::vector<LayerSpec> layers;
@@ -236,11 +292,14 @@ struct ModelSpec {
 
     // Whether what the layer's parts give is changed before it is added to x.
     bool partsApart(const LayerSpec& layer) const {
-        return layer.mixerPostNorm || layer.ffnPostNorm || layer.outputScale || residualScale != 1.0f;
+        return streams || layer.mixerPostNorm || layer.ffnPostNorm || layer.outputScale || residualScale != 1.0f;
     }
     int64_t parameters(const TensorTable& tensors) const;
     // All layers whose weights are loaded, in the order of use: the prediction layer is the last.
     std::vector<const LayerSpec*> loadedLayers() const;
+    // The compressors of all layers, which have two caches each behind those of the loaded layers.
+    std::vector<const CompressorSpec*> compressors() const;
+    size_t extraCache(int32_t number) const { return layers.size() + predictions.size() + static_cast<size_t>(number); }
 };
 
 // The names that ModelSpec::read knows, in alphabetical order.

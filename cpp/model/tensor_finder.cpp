@@ -42,8 +42,14 @@ WeightSlice columnsOf(const WeightSlice& whole, int64_t begin, int64_t cols) {
 WeightSlice TensorFinder::optional(const std::string& name, const std::vector<int64_t>& shape) {
     const TensorInfo* t = _tensors.find(name);
     if (!t) return {};
+    if (info(t->type).isInteger) bad("tensor '" + name + "' holds integers where numbers are expected");
+    return slice(*t, shape);
+}
+
+WeightSlice TensorFinder::slice(const TensorInfo& found, const std::vector<int64_t>& shape) {
+    const TensorInfo* t = &found;
     if (withoutTrailingOnes(t->shape) != withoutTrailingOnes(shape))
-        bad("tensor '" + name + "' has shape " + show(t->shape) + ", expected " + show(shape));
+        bad("tensor '" + t->name + "' has shape " + show(t->shape) + ", expected " + show(shape));
     WeightSlice slice;
     slice.tensor = static_cast<int32_t>(t - _tensors.all().data());
     slice.cols = shape[0];
@@ -58,6 +64,13 @@ WeightSlice TensorFinder::required(const std::string& name, const std::vector<in
     const WeightSlice slice = optional(name, shape);
     if (!slice) bad("tensor '" + name + "' is missing");
     return slice;
+}
+
+WeightSlice TensorFinder::requiredIntegers(const std::string& name, const std::vector<int64_t>& shape) {
+    const TensorInfo* t = _tensors.find(name);
+    if (!t) bad("tensor '" + name + "' is missing");
+    if (!info(t->type).isInteger) bad("tensor '" + name + "' must be I32");
+    return slice(*t, shape);
 }
 
 WeightSlice TensorFinder::optionalFloats(const std::string& name, const std::vector<int64_t>& shape) {

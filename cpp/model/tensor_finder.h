@@ -23,6 +23,8 @@ public:
     // The same for tensors that are read as floats: norms, biases, small parameters.
     WeightSlice optionalFloats(const std::string& name, const std::vector<int64_t>& shape);
     WeightSlice requiredFloats(const std::string& name, const std::vector<int64_t>& shape);
+    // A tensor of integers (I32), which no other method finds.
+    WeightSlice requiredIntegers(const std::string& name, const std::vector<int64_t>& shape);
     // Columns of a tensor from which a reader learns a width. Throws Error(BadModel) if it is missing, or above `most`.
     int64_t columns(const std::string& name, int64_t most) const;
     // A tensor that files of the architecture may hold and that running the model does not need.
@@ -32,6 +34,7 @@ public:
     void requireAllUsed(const std::string& architecture) const;
 
 private:
+    WeightSlice slice(const TensorInfo& found, const std::vector<int64_t>& shape);
     WeightSlice floatsOnly(WeightSlice slice, const std::string& name) const;
     const TensorTable& _tensors;
     std::vector<bool> _used;

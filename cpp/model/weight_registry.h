@@ -71,6 +71,7 @@ struct ListedWeight {
     // number is the id of the unit's first weight.
     int32_t unit = -1;
     double factor = 1.0;  // of a vector: its values are multiplied by it when they are loaded
+    int64_t below = 0;    // of a vector of integers: what each is below; 0: they are not integers
     double share = 1.0;   // the part of its bytes that a token reads
     int32_t sameAs = -1;  // an earlier entry that lists the same slice: a tied output head
     const WeightSlice& slice() const { return slices.front(); }

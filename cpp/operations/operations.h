@@ -32,8 +32,9 @@ enum class RowInput : uint8_t {
     LowRank,       // [rows, rank of queries]
     PlainQueries,  // [rows * heads, elements of a query that are not rotated]
     HeadValues,    // [rows, heads * elements of a value]
+    Streams,       // by StreamOperations::norm(): [rows, streams * embedding]
 };
-constexpr size_t kRowInputs = static_cast<size_t>(RowInput::HeadValues) + 1;
+constexpr size_t kRowInputs = static_cast<size_t>(RowInput::Streams) + 1;
 
 // See core/rules/norm.h.
 struct NormCall {
@@ -80,6 +81,32 @@ struct GatedProduct {
     bool gated() const { return up.rows > 0; }
 };
 
+// The rows of blocks that a compressor makes; see CompressorSpec. KvPages has the other sizes.
+struct CompressCall {
+    int32_t blockTokens = 0;
+    bool overlaps = false;
+    const float* gateOffsets = nullptr;  // [blockTokens, width]
+    const float* norm = nullptr;         // [headDim]
+    float eps = 0;
+    RopeTable rope;
+    const KvPages &pending, &rows;
+};
+
+// See IndexerSpec.
+struct IndexCall {
+    int32_t heads = 0, topK = 0;
+    float scale = 1.0f;
+    RopeTable rope;
+    const KvPages& rows;
+};
+
+// The streams of hyper-connections; see StreamMixSpec.
+struct StreamsCall {
+    int32_t count = 0, iterations = 0;
+    float epsilon = 0;
+    const float *base = nullptr, *scale = nullptr;
+};
+
 // The heads of one attention layer. AttentionSpec says what the members mean.
 struct HeadsCall {
     int32_t heads = 0;
@@ -96,6 +123,9 @@ struct HeadsCall {
     AttentionReach reach;
     float softcap = 0;
     const float* sinks = nullptr;  // [heads] or nullptr
+    bool rotatesBack = false;
+    const KvPages* blocks = nullptr;  // rows of blocks that are seen too; nullptr: none
+    int32_t topK = 0;                 // those that chooseBlocks() chose, up to so many; 0: all
 };
 
 // Rows in a buffer for products to read: of each row `pieces` pieces of `stride` floats, and of a piece its first
@@ -160,7 +190,8 @@ struct RouterCall {
     NormCall norm;  // of the rows that the router reads
     const Weight* router = nullptr;
     const float *bias = nullptr, *choiceBias = nullptr, *outputScale = nullptr;
-    int32_t expertLayer = 0;  // the layer's number among those with experts
+    const float* tokenChoices = nullptr;  // [vocab, used] or nullptr
+    int32_t expertLayer = 0;              // the layer's number among those with experts
     int32_t count = 0, used = 0;
     Gating gating = Gating::Softmax;
     int32_t groups = 1, groupsUsed = 1;
@@ -197,6 +228,36 @@ struct HeadCall {
     const Weight& output;
     float scale = 1.0f;  // see ModelSpec::logitScale
     float softcap = 0;   // see ModelSpec::logitSoftcap
+};
+
+// The operations of hyper-connections.
+class StreamOperations {
+public:
+    virtual ~StreamOperations() = default;
+
+    // Each of a row's streams = Residual.
+    virtual void begin() = 0;
+    // RowInput::Streams = the streams of a row as one vector, RMS-normalized, for the product with `reader`.
+    virtual void norm(float eps, const Weight& reader) = 0;
+    // StreamMix holds that product. Residual = the weighted sum of the streams. Keeps in StreamMix what leave()
+    // needs.
+    virtual void enter(const StreamsCall& call) = 0;
+    // Mixes the streams and adds PartOut to each.
+    virtual void leave(const StreamsCall& call) = 0;
+    // StreamMix holds the product of the model's end. Residual = the weighted sum of the streams.
+    virtual void end(const StreamsCall& call) = 0;
+};
+
+// Rows of the cache that stand for blocks of tokens.
+class BlockOperations {
+public:
+    // Appends CompressorKeys and CompressorGates to the cache, and the rows of the blocks that end in the batch.
+    virtual void compress(const CompressCall& call) = 0;
+    // IndexQueries and IndexWeights say which blocks each row sees in the next attend().
+    virtual void choose(const IndexCall& call) = 0;
+
+protected:
+    ~BlockOperations() = default;
 };
 
 class Operations {
@@ -244,7 +305,9 @@ public:
     // Attended = what core/rules/mamba.h makes of MambaGate, MambaMixed and MambaSteps. The sequences' states move on,
     // as in deltaRule().
     virtual void mamba(const MambaCall& call, const RecurrentLayer& state, const Weight& reader) = 0;
-
+    // For models with compressed keys, and with streams of residuals.
+    virtual BlockOperations& blocks() = 0;
+    virtual StreamOperations& streams() = 0;
     // Each row chooses its experts by RouterLogits. The shared expert, if there is one, is computed between route() and
     // experts(): it reads Normed, and its output goes to SharedOut.
     virtual void route(const ExpertCall& call) = 0;

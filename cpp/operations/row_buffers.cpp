@@ -20,6 +20,13 @@ int64_t RowBuffers::floats(RowBuffer buffer, const StepLimits& l) {
     case RowBuffer::LowRankQueries: return rows * l.queryRank;
     case RowBuffer::HeadQueries: return rows * l.headQueryWidth;
     case RowBuffer::HeadValues: return rows * l.headValueWidth;
+    case RowBuffer::Streams: return rows * l.streams * l.embedding;
+    case RowBuffer::StreamMix: return rows * l.streams * (2 + l.streams);
+    case RowBuffer::CompressorKeys:
+    case RowBuffer::CompressorGates: return rows * l.compressorWidth;
+    case RowBuffer::IndexQueries: return rows * l.indexWidth;
+    case RowBuffer::IndexWeights: return rows * l.indexHeads;
+    case RowBuffer::ChosenBlocks: return rows * l.topK;
     case RowBuffer::DeltaMixed: return rows * l.deltaChannels;
     case RowBuffer::DeltaGate: return rows * l.deltaWidth;
     case RowBuffer::DeltaAlpha:

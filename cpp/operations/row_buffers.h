@@ -17,16 +17,23 @@ enum class RowBuffer : uint8_t {
     PartOut,      // what a part gives, if it is not added to x as it is: [rows, embedding]
     SideOut,      // what experts beside a dense part give: [rows, embedding]
     LayerInputs,  // the rows of per-layer embeddings: [rows, layers * width]
+    Streams,      // of hyper-connections: [rows, streams * embedding]
+    StreamMix,    // what a part makes of them: [rows, streams * (2 + streams)]
     LayerRows,    // what the table of per-layer embeddings says of each token: [rows, layers * width]
     // Used by a mixer.
     GatedQueries,  // head by head: its query, then its gate
     Queries,
     Keys,
     Values,
-    LowRankQueries,  // the product with LatentSpec::queryDown
+    LowRankQueries,  // the product with AttentionSpec::queryDown
     HeadQueries,     // of latent attention: head by head the query, its plain elements before those to be rotated
-    HeadValues,      // of latent attention: head by head the product with valueUp
-    DeltaMixed,      // q, k and v of Gated DeltaNet, before and after the convolution
+    HeadValues,      // head by head the product with valueUp, or group by group with outputDown
+    CompressorKeys,
+    CompressorGates,
+    IndexQueries,
+    IndexWeights,
+    ChosenBlocks,  // of each row: numbers (int32) of blocks, ascending
+    DeltaMixed,    // q, k and v of Gated DeltaNet, before and after the convolution
     DeltaGate,
     DeltaAlpha,
     DeltaBeta,

@@ -9,18 +9,45 @@ namespace sharpi {
 
 namespace {
 
-void addLatentLimits(StepLimits& limits, const AttentionSpec& a, const ModelSpec& spec) {
+void addLatentLimits(StepLimits& limits, const AttentionSpec& a) {
     const LatentSpec& latent = *a.latent;
     const int64_t heads = a.heads;
-    if (latent.queryDown) {
-        const int64_t rank = spec.weights[static_cast<size_t>(latent.queryDown.index)].slice().rows;
-        limits.queryRank = std::max(limits.queryRank, rank);
-    }
     limits.headQueryWidth = std::max(limits.headQueryWidth, heads * a.queryDim());
     limits.headValueWidth = std::max(limits.headValueWidth, heads * latent.valueDim);
     limits.latentHeads = std::max(limits.latentHeads, a.heads);
     limits.latentRank = std::max(limits.latentRank, latent.rank);
     limits.plainDim = std::max(limits.plainDim, latent.plainDim);
+}
+
+// Rows of a matrix.
+int64_t rowsOf(const ModelSpec& spec, MatrixId matrix) {
+    return spec.weights[static_cast<size_t>(matrix.index)].slice().rows;
+}
+
+void addLimits(StepLimits& limits, const CompressorSpec& c, std::vector<AttentionReach>& reaches) {
+    limits.compressorWidth = std::max<int64_t>(limits.compressorWidth, c.width());
+    limits.compressorDim = std::max(limits.compressorDim, c.headDim);
+    reaches.push_back({c.span(), 0});
+}
+
+// What the layers of some families have besides.
+void addFurtherLimits(StepLimits& limits, const AttentionSpec& a, const ModelSpec& spec,
+                      std::vector<AttentionReach>& reaches) {
+    if (a.latent) addLatentLimits(limits, a);
+    if (a.queryDown) limits.queryRank = std::max(limits.queryRank, rowsOf(spec, a.queryDown));
+    if (a.outputDown) {
+        limits.outputGroups = std::max(limits.outputGroups, a.outputGroups);
+        limits.groupWidth = std::max(limits.groupWidth, int64_t{a.heads} * a.headDim / a.outputGroups);
+        limits.headValueWidth = std::max(limits.headValueWidth, rowsOf(spec, a.outputDown));
+    }
+    if (a.compressor) addLimits(limits, *a.compressor, reaches);
+    if (!a.indexer) return;
+    const IndexerSpec& indexer = *a.indexer;
+    addLimits(limits, indexer.compressor, reaches);
+    limits.indexHeads = std::max(limits.indexHeads, indexer.heads);
+    limits.indexWidth = std::max(limits.indexWidth, int64_t{indexer.heads} * indexer.compressor.headDim);
+    limits.topK = std::max(limits.topK, indexer.topK);
+    limits.blocks = std::max(limits.blocks, limits.context / indexer.compressor.blockTokens);
 }
 
 void addLimits(StepLimits& limits, const AttentionSpec& a) {
@@ -69,6 +96,7 @@ StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t
     limits.pageTokens = KvCache::kPageTokens;
     limits.kvType = kvType;
     limits.drafts = !spec.predictions.empty();
+    if (spec.streams) limits.streams = spec.streams->count;
     if (spec.layerInputs) {
         const int64_t width = spec.layerInputs->width;
         limits.layerInputs = width * static_cast<int64_t>(spec.layers.size());
@@ -80,10 +108,8 @@ StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t
     for (const LayerSpec* layer : spec.loadedLayers()) {
         if (layer->attention) {
             addLimits(limits, *layer->attention);
-            if (layer->attention->latent) addLatentLimits(limits, *layer->attention, spec);
-            const AttentionReach& reach = layer->attention->reach;
-            if (reach.limited() && std::find(reaches.begin(), reaches.end(), reach) == reaches.end())
-                reaches.push_back(reach);
+            addFurtherLimits(limits, *layer->attention, spec, reaches);
+            if (layer->attention->reach.limited()) reaches.push_back(layer->attention->reach);
         }
         if (layer->delta) addLimits(limits, *layer->delta);
         if (layer->mamba) addLimits(limits, *layer->mamba);
@@ -93,11 +119,13 @@ StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t
         limits.parallelParts |= layer->parallel.has_value();
         ++number;
     }
-    limits.pageLists = 1 + static_cast<int32_t>(reaches.size());
+    limits.pageLists = 1;
+    for (auto reach = reaches.begin(); reach != reaches.end(); ++reach)
+        limits.pageLists += std::find(reaches.begin(), reach, *reach) == reach;
     // A draft's input is two joined rows.
     limits.maxCols = std::max({(limits.drafts ? 2 : 1) * limits.embedding, limits.queryWidth, limits.queryRank,
                                limits.headValueWidth, limits.deltaWidth, limits.mambaWidth, limits.denseHidden,
-                               limits.expertHidden, limits.sharedHidden});
+                               limits.expertHidden, limits.sharedHidden, limits.streams * limits.embedding});
     for (const TensorInfo& t : tensors.all()) limits.floatWeights |= t.type == DType::F32 && t.shape.size() > 1;
     return limits;
 }

@@ -24,6 +24,11 @@ struct StepLimits {
     // Latent attention: see LatentSpec. Floats of a row's queries and values as heads have them; 0: there is none.
     int64_t headQueryWidth = 0, headValueWidth = 0, queryRank = 0;
     int32_t latentHeads = 0, latentRank = 0, plainDim = 0;
+    // Attention with grouped outputs: groups, and inputs of each. Compressors and indexers: see CompressorSpec.
+    int32_t outputGroups = 0, indexHeads = 0, topK = 0, compressorDim = 0;
+    int64_t groupWidth = 0, compressorWidth = 0, indexWidth = 0,
+            blocks = 0;   // blocks: rows of a sequence to choose from
+    int32_t streams = 0;  // of hyper-connections
     int64_t denseHidden = 0;
     int32_t experts = 0, expertsUsed = 0;  // of any layer
     // Layers with experts, in the order of ExpertFfnSpec::expertLayer: the layer's number in the model, its experts.

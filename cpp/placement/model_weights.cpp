@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "core/error.h"
 #include "cpu/kernels.h"
 #include "placement/head_matrices.h"
 #include "placement/rope_table.h"
@@ -166,6 +167,11 @@ std::vector<float> ModelWeights::floats(const ListedWeight& weight) const {
             cpu::kernels().dequantizeRow(m.type, begin, count, to + r * count);
         }
     }
+    for (size_t i = 0; weight.below > 0 && i < values.size(); ++i) {
+        if (values[i] >= 0 && values[i] < static_cast<float>(weight.below)) continue;
+        throw Error(ErrorKind::BadModel, "tensor '" + name(weight) + "' holds a number outside 0 to " +
+                                             std::to_string(weight.below - 1) + ": the file is damaged");
+    }
     if (weight.factor != 1.0) {
         for (float& value : values) value = static_cast<float>(value * weight.factor);
     }
@@ -210,6 +216,7 @@ void ModelWeights::loadRope(const RopeSpec& rope, RopeTable& table, int32_t numb
     table.cos = placeFloats(angles.cos, count, name);
     table.sin = placeFloats(angles.sin, count, name);
     table.dims = rope.dims;
+    table.last = rope.last;
     table.adjacent = rope.pairing == RopeSpec::Pairing::Adjacent;
 }
 

@@ -32,6 +32,9 @@ struct RopeTable {
     const float* sin = nullptr;
     int32_t dims = 0;  // leading elements of a head that are rotated; 0: none
     bool adjacent = false;
+    bool last = false;  // the last elements instead
+    // The first element that is rotated of a head of `size`.
+    int64_t begin(int64_t size) const { return last ? size - dims : 0; }
 };
 
 }  // namespace sharpi

@@ -44,12 +44,23 @@ private:
 
 }  // namespace
 
+// See KvPages.
+static int32_t valuePrefix(const AttentionSpec& a) {
+    if (a.latent) return a.latent->rank;
+    return a.valuesAreKeys ? a.headDim : 0;
+}
+
 std::vector<KvLayerShape> kvShapes(const ModelSpec& spec) {
     std::vector<KvLayerShape> shapes;
     for (const LayerSpec* layer : spec.loadedLayers()) {
         const auto& a = layer->attention;
         if (!a) shapes.emplace_back();
-        else shapes.push_back({a->kvHeads, a->headDim, a->reach, a->kvLayer, a->latent ? a->latent->rank : 0});
+        else shapes.push_back({a->kvHeads, a->headDim, a->reach, a->kvLayer, valuePrefix(*a)});
+    }
+    for (const CompressorSpec* c : spec.compressors()) {
+        shapes.push_back({1, c->width(), {c->span(), 0}});
+        shapes.back().floats = true;
+        shapes.push_back({1, c->headDim, {}, -1, c->headDim, c->blockTokens});
     }
     return shapes;
 }
@@ -70,7 +81,8 @@ size_t kvBytesRead(const ModelSpec& spec, KvType type, int64_t tokens) {
     size_t bytes = 0;
     for (const KvLayerShape& layer : kvShapes(spec)) {
         const int64_t seen = tokens - layer.reach.first(static_cast<int32_t>(std::max<int64_t>(tokens - 1, 0)));
-        bytes += static_cast<size_t>(seen * layer.elementsPerToken()) * kvElementBytes(type);
+        bytes +=
+            static_cast<size_t>(seen / layer.rowTokens * layer.elementsPerRow()) * kvElementBytes(layer.typeIn(type));
     }
     return bytes;
 }

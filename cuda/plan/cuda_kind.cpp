@@ -29,6 +29,8 @@ void requireNorms(const AttentionSpec& a) {
 }
 
 void requireExperts(const ExpertFfnSpec& experts) {
+    require(!experts.routing.tokenChoices, "experts chosen by the token");
+    require(experts.routing.gating != Gating::RootSoftplus, "experts weighed by the root of softplus");
     require(experts.routing.count <= cuda::kMostRouted, std::to_string(experts.routing.count) +
                                                             " experts a layer, where up to " +
                                                             std::to_string(cuda::kMostRouted) + " are known");
@@ -49,11 +51,13 @@ public:
     void requireCanRun(const ModelSpec& spec) const override {
         require(spec.embedding % 4 == 0,
                 "a width of " + std::to_string(spec.embedding) + ", which is no multiple of 4");
+        require(!spec.streams, "hyper-connections");
         for (const LayerSpec* layer : spec.loadedLayers()) {
             if (layer->experts) requireExperts(*layer->experts);
             if (layer->attention) {
                 const AttentionSpec& a = *layer->attention;
                 require(!a.latent, "latent attention");
+                require(!a.outputDown, "outputs of low rank");
                 cuda::requireHeads({a.heads, a.kvHeads, a.headDim});
                 requireNorms(a);
             }

@@ -309,7 +309,7 @@ def odd_template(dice: random.Random) -> Input:
 @cache
 def _plan() -> str:
     from fake_weights import FakeWeights
-    from saved_plans import CARD, plan_of
+    from saved_files import CARD, plan_of
 
     import sharpi.planning.planner
 

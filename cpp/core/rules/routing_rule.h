@@ -2,7 +2,9 @@
 // the bit. RoutingSpec says what the parameters mean. Every operation rounds to nearest even.
 //
 // 1. Scores. Softmax: the CPU's softmax over all logits. Sigmoid: portableSigmoid of each. SoftmaxOfChosen: the logits.
-// 2. The choice goes by key(score + choiceBias), or key(score) if there is no such bias. Among equal keys the lower
+//    RootSoftplus: the root of portableSoftplus of each.
+// 2. If the layer has a table, the row's token names the chosen experts, by rank. Otherwise the choice goes by
+// key(score + choiceBias), or key(score) if there is no such bias. Among equal keys the lower
 //    index wins. With groups, a group's sum is that of its two best biased scores, the larger first (a group of one
 //    expert has its score); the groups with the best key(sum) stay, and experts of the others are not chosen.
 // 3. Shares, by rank k. SoftmaxOfChosen: e[k] = exp(score[k] - the largest chosen score); share[k] = e[k] / sum of e.
@@ -20,6 +22,7 @@ enum class Gating : uint8_t {
     Softmax,          // of all logits
     Sigmoid,          // of each logit
     SoftmaxOfChosen,  // of the chosen logits
+    RootSoftplus,     // sqrt(log(1 + exp(logit)))
 };
 
 constexpr float kLeastWeightSum = 0x1p-14f;

@@ -12,7 +12,10 @@
 // l = 0, o = 0:
 //   m'    = max(m, mp); a = exp(m - m'); c = exp(mp - m')
 //   l     = fma(lp, c, l * a); o[d] = fma(op[d], c, o[d] * a)
-// The segments are joined in the same way. A sink comes last, once:
+// The segments are joined in the same way. A row that also sees rows of blocks (CompressorSpec) has these before all
+// keys: those that it sees, in ascending order, are cut into pages of pageTokens and segments of kSegmentPages from the
+// first on, whatever their numbers are.
+// A sink comes last, once:
 //   m'    = max(m, sink); a = exp(m - m'); c = exp(sink - m')
 //   l     = l * a + c; o[d] = o[d] * a
 // The result is o[d] / l (zeros for a row that sees no key). Segments keep short the chain of joins, which no processor
@@ -30,6 +33,7 @@ namespace sharpi::cpu::SHARPI_ISA {
 
 // Query rows x heads of the group that share one conversion of a page.
 constexpr int64_t kBlock = 128;
+constexpr int64_t kMaxPageTokens = 64;
 
 // The most rows that any table multiplies at once: all tables lay out their scratch alike.
 constexpr int kMaxProductRows = 8;
@@ -152,13 +156,23 @@ SHARPI_INLINE void prefetch(const uint8_t* from, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
 }
 
+// Where the lines of a page are: one after another, or wherever `at` says.
+template <class Read> struct Lines {
+    using Element = typename Read::Element;
+    const Element* first = nullptr;
+    int64_t stride = 0;
+    const Element* const* at = nullptr;
+    SHARPI_INLINE const Element* of(const Lines& lines, int64_t j) {
+        return lines.at ? lines.at[j] : lines.first + j * lines.stride;
+    }
+};
+
 // The keys [begin, n) of a page, transposed: out[d * keyStride + j]; zeros in the padding of the last 16 keys. begin is
 // a multiple of 16.
 template <class Read>
-static void turnKeys(const uint8_t* page, const uint8_t* nextPage, int64_t begin, int64_t n, int64_t headDim,
+static void turnKeys(const Lines<Read>& keys, const uint8_t* nextPage, int64_t begin, int64_t n, int64_t headDim,
                      int64_t keyStride, float* out) {
     using Element = typename Read::Element;
-    const Element* keys = reinterpret_cast<const Element*>(page);
     const int64_t lineBytes = headDim * static_cast<int64_t>(sizeof(Element));
     for (int64_t j = begin; j < n; j += kLanes) {
         if (nextPage) prefetch(nextPage + j * lineBytes, (n - j < kLanes ? n - j : kLanes) * lineBytes);
@@ -166,10 +180,10 @@ static void turnKeys(const uint8_t* page, const uint8_t* nextPage, int64_t begin
             Vec rows[kLanes];
             if (j + kLanes <= n && d + kLanes <= headDim) {
 #pragma GCC unroll 16
-                for (int i = 0; i < kLanes; i++) rows[i] = Read::load(keys + (j + i) * headDim + d);
+                for (int i = 0; i < kLanes; i++) rows[i] = Read::load(Lines<Read>::of(keys, j + i) + d);
             } else {
                 for (int i = 0; i < kLanes; i++)
-                    rows[i] = j + i < n ? loadFirst<Read>(keys + (j + i) * headDim + d, headDim - d) : vzero();
+                    rows[i] = j + i < n ? loadFirst<Read>(Lines<Read>::of(keys, j + i) + d, headDim - d) : vzero();
             }
             storeTransposed(rows, out + d * keyStride + j, keyStride);
         }
@@ -178,15 +192,14 @@ static void turnKeys(const uint8_t* page, const uint8_t* nextPage, int64_t begin
 
 // The values [begin, n) of a page, whose lines have headDim elements, of which the first valueDim count.
 template <class Read>
-static void widenValues(const uint8_t* page, const uint8_t* nextPage, int64_t begin, int64_t n, int64_t headDim,
+static void widenValues(const Lines<Read>& values, const uint8_t* nextPage, int64_t begin, int64_t n, int64_t headDim,
                         int64_t valueDim, int64_t dimStride, float* out) {
     using Element = typename Read::Element;
-    const Element* values = reinterpret_cast<const Element*>(page);
     const int64_t lineBytes = headDim * static_cast<int64_t>(sizeof(Element));
     for (int64_t j = begin; j < n; j++) {
         if (nextPage) prefetch(nextPage + j * lineBytes, lineBytes);
         for (int64_t d = 0; d < valueDim; d += kLanes)
-            vstore(out + j * dimStride + d, loadFirst<Read>(values + j * headDim + d, valueDim - d));
+            vstore(out + j * dimStride + d, loadFirst<Read>(Lines<Read>::of(values, j) + d, valueDim - d));
     }
 }
 
@@ -215,6 +228,7 @@ struct Block {
     float* out[kBlock];
     int32_t head[kBlock];
     int64_t first[kBlock], keys[kBlock];  // each row sees the positions [first, keys)
+    bool begun = false;                   // rows of blocks have been joined before the keys
 
     Block(const AttentionArgs& arguments, float* memory)
         : args(arguments),
@@ -246,9 +260,12 @@ static void loadPage(Block& block, int32_t kvHead, int64_t firstKey, Span span, 
     const uint8_t* const stored = apart ? pages.v : pages.k;
     const auto load = [&](auto read) {
         using Read = decltype(read);
-        turnKeys<Read>(pages.k + at, isLast ? nullptr : pages.k + next, span.begin / kLanes * kLanes, span.end,
-                       pages.headDim, block.layout.keyStride, turned);
-        widenValues<Read>(stored + at, apart && !isLast ? stored + next : nullptr, span.begin, span.end, pages.headDim,
+        using Element = typename Read::Element;
+        const Lines<Read> keys{reinterpret_cast<const Element*>(pages.k + at), pages.headDim};
+        const Lines<Read> lines{reinterpret_cast<const Element*>(stored + at), pages.headDim};
+        turnKeys<Read>(keys, isLast ? nullptr : pages.k + next, span.begin / kLanes * kLanes, span.end, pages.headDim,
+                       block.layout.keyStride, turned);
+        widenValues<Read>(lines, apart && !isLast ? stored + next : nullptr, span.begin, span.end, pages.headDim,
                           block.valueDim, block.layout.dimStride, values);
     };
     switch (pages.type) {
@@ -388,15 +405,15 @@ static void finishRow(Block& block, int64_t i) {
 }
 
 // Joins the segment of the keys [firstKey, nextKey) to the earlier ones, for the rows that saw any of it, and writes
-// the results of the rows that see no later key.
-static void closeSegment(Block& block, int64_t firstKey, int64_t nextKey) {
+// the results of the rows that see no later key, unless more segments come.
+static void closeSegment(Block& block, int64_t firstKey, int64_t nextKey, bool more = false) {
     const Layout& layout = block.layout;
     for (int64_t i = 0; i < block.count; i++) {
         if (block.keys[i] <= firstKey || block.first[i] >= nextKey) continue;
         float &largest = block.scratch[layout.maxima + i], &sum = block.scratch[layout.sums + i];
         float &allLargest = block.scratch[layout.allMaxima + i], &allSum = block.scratch[layout.allSums + i];
         float *outputs = block.outputs(i), *all = block.allOutputs(i);
-        if (firstKey <= block.first[i]) {  // joining to nothing changes only -0, to +0
+        if (firstKey <= block.first[i] && !block.begun) {  // joining to nothing changes only -0, to +0
             allLargest = largest;
             allSum = sum;
             for (int64_t d = 0; d < layout.dimStride; d += kLanes) vstore(all + d, vadd(vload(outputs + d), vzero()));
@@ -406,7 +423,7 @@ static void closeSegment(Block& block, int64_t firstKey, int64_t nextKey) {
             for (int64_t d = 0; d < layout.dimStride; d += kLanes)
                 vstore(all + d, vfma(vload(outputs + d), added, vmul(vload(all + d), kept)));
         }
-        if (block.keys[i] > nextKey) clearState(largest, sum, outputs, layout.dimStride);
+        if (more || block.keys[i] > nextKey) clearState(largest, sum, outputs, layout.dimStride);
         else finishRow(block, i);
     }
 }
@@ -447,6 +464,72 @@ static void attendBlock(Block& block, int32_t kvHead) {
     }
 }
 
+// The rows of blocks [begin, end) of those that query row `row` sees.
+static void loadBlocks(Block& block, int64_t row, int64_t begin, int64_t end) {
+    const KvPages& blocks = block.args.blocks;
+    const int32_t* const chosen = block.args.chosen ? block.args.chosen + row * block.args.topK : nullptr;
+    const auto load = [&](auto read) {
+        using Read = decltype(read);
+        using Element = typename Read::Element;
+        const Element* at[kMaxPageTokens];
+        for (int64_t j = begin; j < end; j++) {
+            const int64_t number = chosen ? chosen[j] : j;
+            at[j - begin] = reinterpret_cast<const Element*>(blocks.k) + blocks.rowAt(block.args.blockTable, number);
+        }
+        const Lines<Read> lines{nullptr, 0, at};
+        turnKeys<Read>(lines, nullptr, 0, end - begin, blocks.headDim, block.layout.keyStride,
+                       block.scratch + block.layout.turnedKeys);
+        widenValues<Read>(lines, nullptr, 0, end - begin, blocks.headDim, block.valueDim, block.layout.dimStride,
+                          block.scratch + block.layout.values);
+    };
+    switch (blocks.type) {
+    case KvType::F32: return load(ReadF32());
+    case KvType::BF16: return load(ReadBf16());
+    case KvType::F16: return load(ReadF16());
+    }
+}
+
+// Heads of one query row against the rows of blocks that it sees.
+static void attendBlocks(Block& block, int64_t row) {
+    const AttentionArgs& args = block.args;
+    int64_t count = (static_cast<int64_t>(args.positions[row]) + 1) / args.blocks.rowTokens;
+    if (args.chosen && count > args.topK) count = args.topK;
+    const int64_t pageTokens = args.pages.pageTokens, segmentTokens = kSegmentPages * pageTokens;
+    int64_t first[kBlock], keys[kBlock];
+    for (int64_t i = 0; i < block.count; i++) {
+        first[i] = block.first[i];
+        keys[i] = block.keys[i];
+        block.first[i] = 0;
+        block.keys[i] = count;
+        clearState(block.scratch[block.layout.maxima + i], block.scratch[block.layout.sums + i], block.outputs(i),
+                   block.layout.dimStride);
+    }
+    block.begun = false;
+    for (int64_t begin = 0; begin < count; begin += pageTokens) {
+        const int64_t next = begin + pageTokens;
+        loadBlocks(block, row, begin, next < count ? next : count);
+        for (int64_t i = 0; i < block.count;) {
+            int rows = 0;
+            const Product multiply = productFor(block.count - i, &rows);
+            attendRows(block, i, rows, multiply, begin);
+            i += rows;
+        }
+        if (next >= count || next % segmentTokens == 0) closeSegment(block, begin - begin % segmentTokens, next, true);
+    }
+    block.begun = count > 0;
+    for (int64_t i = 0; i < block.count; i++) {
+        block.first[i] = first[i];
+        block.keys[i] = keys[i];
+    }
+}
+
+// Every row of the block.
+static void attendAll(Block& block, int32_t kvHead, int64_t row) {
+    if (block.args.blocks.k) attendBlocks(block, row);
+    attendBlock(block, kvHead);
+    block.count = 0;
+}
+
 void attention(const AttentionArgs& args, int32_t kvHead, int64_t rowBegin, int64_t rowEnd, void* scratch) {
     const int64_t group = args.heads / args.pages.kvHeads, headDim = args.pages.headDim;
     Block block(args, static_cast<float*>(scratch));
@@ -458,13 +541,12 @@ void attention(const AttentionArgs& args, int32_t kvHead, int64_t rowBegin, int6
             block.head[block.count] = static_cast<int32_t>(head);
             block.keys[block.count] = static_cast<int64_t>(args.positions[row]) + 1;
             block.first[block.count] = args.positions[row] < 0 ? 0 : args.reach.first(args.positions[row]);
-            if (++block.count == kBlock) {
-                attendBlock(block, kvHead);
-                block.count = 0;
-            }
+            if (++block.count == kBlock) attendAll(block, kvHead, row);
         }
+        // Rows see blocks of their own.
+        if (args.blocks.k && block.count > 0) attendAll(block, kvHead, row);
     }
-    if (block.count > 0) attendBlock(block, kvHead);
+    if (block.count > 0) attendAll(block, kvHead, rowEnd - 1);
 }
 
 }  // namespace sharpi::cpu::SHARPI_ISA

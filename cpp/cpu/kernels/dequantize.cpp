@@ -40,6 +40,14 @@ void dequantizeRow(DType type, const void* row, int64_t cols, float* out) {
         return;
     }
     const uint8_t* bytes = static_cast<const uint8_t*>(row);
+    if (type == DType::I32) {
+        for (int64_t i = 0; i < cols; ++i) {
+            int32_t stored;
+            std::memcpy(&stored, bytes + 4 * i, sizeof stored);
+            out[i] = static_cast<float>(stored);
+        }
+        return;
+    }
     for (int64_t i = 0; i < cols; ++i) {
         uint16_t stored;
         std::memcpy(&stored, bytes + 2 * i, sizeof stored);

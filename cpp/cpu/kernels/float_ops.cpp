@@ -114,6 +114,13 @@ struct ClampedSwiglu {
         return vadd(vmax(vset(0.0f - limit), vmin(vset(limit), up)), vset(1.0f));
     }
 };
+struct ClampedSilu {
+    SHARPI_INLINE Vec of(Vec gate, float limit) {
+        const Vec g = vmin(vset(limit), gate);
+        return divideByOnePlusExp(g, vsub(vzero(), g));
+    }
+    SHARPI_INLINE Vec factor(Vec up, float limit) { return vmax(vset(0.0f - limit), vmin(vset(limit), up)); }
+};
 struct ReluSquared : PlainUp {
     SHARPI_INLINE Vec of(Vec gate, float) {
         const Vec r = vmax(vzero(), gate);
@@ -143,6 +150,7 @@ void gatedActivation(Activation activation, const GatedRow& row, int64_t n) {
     case ActivationKind::Silu: return activate<Silu>(row, 0.0f, n);
     case ActivationKind::Gelu: return activate<Gelu>(row, 0.0f, n);
     case ActivationKind::ClampedSwiglu: return activate<ClampedSwiglu>(row, activation.limit, n);
+    case ActivationKind::ClampedSilu: return activate<ClampedSilu>(row, activation.limit, n);
     case ActivationKind::ReluSquared: return activate<ReluSquared>(row, 0.0f, n);
     }
 }

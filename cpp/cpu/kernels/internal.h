@@ -41,6 +41,10 @@ void attention(const AttentionArgs& args, int32_t kvHead, int64_t rowBegin, int6
 // cpu::attentionScratchBytes asks the scalar table's. Every table gives the same number.
 size_t attentionScratch(int32_t heads, int32_t kvHeads, int32_t headDim, int32_t pageTokens);
 
+// --- blocks.cpp ---
+void poolBlock(const BlockArgs& args, float* out);
+void indexScores(const IndexArgs& args, float* scores, float* scratch);
+
 // --- convolution.cpp, delta.cpp, scan.cpp ---
 void convSilu(const ConvArgs& args, int64_t begin, int64_t end);
 void deltaRule(const DeltaArgs& args, int32_t begin, int32_t end, void* scratch);

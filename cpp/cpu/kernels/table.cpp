@@ -24,6 +24,8 @@ static const Kernels kTable = {
     addExps,
     storeKv,
     attention,
+    poolBlock,
+    indexScores,
     convSilu,
     deltaRule,
     scan,

@@ -1,5 +1,8 @@
 // The CPU's operations of attention; see cpu_operations.h.
+#include <algorithm>
 #include <cstring>
+#include <functional>
+#include <vector>
 
 #include "cpu/operations/cpu_operations.h"
 
@@ -40,15 +43,22 @@ void splitGatedQueries(CpuWork& work, int32_t heads, int32_t headDim) {
                    });
 }
 
-void rope(CpuWork& work, float* x, int32_t heads, int32_t headDim, const RopeTable& table) {
+// back: by the negated angles.
+void rope(CpuWork& work, float* x, int32_t heads, int32_t headDim, const RopeTable& table, bool back = false) {
     const int64_t half = table.dims / 2;
     work.forRanges(work.rows(), std::max<int64_t>(1, CpuWork::kElementGrain / (int64_t{heads} * headDim)),
                    [&](int64_t begin, int64_t end) {
+                       std::vector<float> negated(static_cast<size_t>(back ? half : 0));
                        for (int64_t t = begin; t < end; ++t) {
                            const float* cos = table.cos + work.batch->positions[t] * half;
                            const float* sin = table.sin + work.batch->positions[t] * half;
+                           if (back) {
+                               std::transform(sin, sin + half, negated.begin(), std::negate<>());
+                               sin = negated.data();
+                           }
                            for (int32_t h = 0; h < heads; ++h) {
-                               work.kernels.rope(x + (t * heads + h) * headDim, cos, sin, table.dims, table.adjacent);
+                               float* const head = x + (t * heads + h) * headDim + table.begin(headDim);
+                               work.kernels.rope(head, cos, sin, table.dims, table.adjacent);
                            }
                        }
                    });
@@ -143,6 +153,7 @@ void CpuOperations::attend(const HeadsCall& call, const KvPages& pages, const We
     const int64_t stride = int64_t{call.heads} * pages.headDim,
                   outStride = int64_t{call.heads} * kvValueDim(pages.headDim, pages.valuePrefix);
     float *const q = _work.at(RowBuffer::Queries), *const attended = _work.floats(_work.scratch().attended);
+    const auto* const chosen = reinterpret_cast<const int32_t*>(_work.at(RowBuffer::ChosenBlocks));
     _work.pool.run(static_cast<int64_t>(pieces.size()), [&](int64_t i, int worker) {
         const Piece& piece = pieces[i];
         cpu::AttentionArgs args;
@@ -158,6 +169,12 @@ void CpuOperations::attend(const HeadsCall& call, const KvPages& pages, const We
         args.sinks = call.sinks;
         args.pages = pages;
         args.pageTable = piece.sequence->pageTables[static_cast<size_t>(pages.list)];
+        if (call.blocks) {
+            args.blocks = *call.blocks;
+            args.blockTable = piece.sequence->pageTables[static_cast<size_t>(call.blocks->list)];
+            args.topK = call.topK;
+            if (call.topK > 0) args.chosen = chosen + piece.sequence->begin * call.topK;
+        }
         _work.kernels.attention(args, piece.kvHead, piece.begin, piece.end, _work.threadScratch(worker));
     });
     if (call.gated) {
@@ -166,6 +183,7 @@ void CpuOperations::attend(const HeadsCall& call, const KvPages& pages, const We
             _work.kernels.sigmoidMul(attended + begin, gates + begin, end - begin);
         });
     }
+    if (call.rotatesBack) rope(_work, attended, call.heads, pages.headDim, call.rope, true);
     _attended = attended;
 }
 

@@ -27,7 +27,7 @@ void CpuExperts::choose(const RouterCall& call) {
     for (int64_t t = 0; t < rows; ++t) {
         const int64_t first = t * call.used;
         router.route(_work.at(RowBuffer::RouterLogits) + t * call.count, r.chosen.data() + first,
-                     r.weight.data() + first);
+                     r.weight.data() + first, _work.batch->tokens[static_cast<size_t>(t)]);
     }
     for (const int32_t expert : r.chosen) ++r.expertBegin[static_cast<size_t>(expert) + 1];
     for (int32_t e = 0; e < call.count; ++e) {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "cpu/cpu_work.h"
-#include "cpu/operations/expert_source.h"
+#include "cpu/expert_source.h"
 #include "experts/expert_profiler.h"
 
 namespace sharpi {

@@ -2,14 +2,16 @@
 #pragma once
 
 #include "cpu/cpu_work.h"
+#include "cpu/operations/cpu_blocks.h"
 #include "cpu/operations/cpu_experts.h"
+#include "cpu/operations/cpu_streams.h"
 #include "operations/operations.h"
 
 namespace sharpi {
 
 class CpuOperations : public Operations {
 public:
-    explicit CpuOperations(CpuWork& work) : _work(work), _experts(work) {}
+    explicit CpuOperations(CpuWork& work) : _work(work), _experts(work), _streams(work) {}
     CpuExperts& expertWork() { return _experts; }
 
     void embed(const Weight& table, float scale) override;
@@ -26,6 +28,8 @@ public:
     void linearByHead(RowInput x, const HeadProduct& call) override;
     void prepareLatent(const LatentCall& call, const KvPages& pages) override;
     void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) override;
+    BlockOperations& blocks() override { return _blocks; }
+    StreamOperations& streams() override { return _streams; }
     void deltaRule(const DeltaCall& call, const RecurrentLayer& state, const Weight& reader) override;
     void mamba(const MambaCall& call, const RecurrentLayer& state, const Weight& reader) override;
     void route(const ExpertCall& call) override { _experts.route(call); }
@@ -39,6 +43,8 @@ private:
 
     CpuWork& _work;
     CpuExperts _experts;
+    CpuBlocks _blocks{_work};
+    CpuStreams _streams;
     const float* _attended = nullptr;  // the last mixer's output
 };
 

@@ -24,17 +24,25 @@ void orderByKey(std::vector<int32_t>& order, const uint32_t* key, int32_t n, int
 CpuRouter::CpuRouter(const cpu::Kernels& kernels, const RouterCall& call)
     : _kernels(kernels), _call(call), _biased(static_cast<size_t>(call.count)), _key(static_cast<size_t>(call.count)) {}
 
-void CpuRouter::route(float* logits, int32_t* chosen, float* weight) {
-    const auto count = static_cast<size_t>(_call.count);
+void CpuRouter::route(float* logits, int32_t* chosen, float* weight, int32_t token) {
     score(logits);
-    for (size_t e = 0; e < count; ++e) {
-        _biased[e] = _call.choiceBias ? logits[e] + _call.choiceBias[e] : logits[e];
+    choose(logits, token, chosen);
+    weigh(logits, chosen, weight);
+}
+
+void CpuRouter::choose(const float* scores, int32_t token, int32_t* chosen) {
+    if (_call.tokenChoices) {
+        const float* const row = _call.tokenChoices + int64_t{token} * _call.used;
+        std::transform(row, row + _call.used, chosen, [](float expert) { return static_cast<int32_t>(expert); });
+        return;
+    }
+    for (size_t e = 0; e < _key.size(); ++e) {
+        _biased[e] = _call.choiceBias ? scores[e] + _call.choiceBias[e] : scores[e];
         _key[e] = scoreKey(_biased[e]);
     }
     if (_call.groups > 1) keepBestGroups();
     orderByKey(_order, _key.data(), _call.count, _call.used);
     std::copy_n(_order.begin(), _call.used, chosen);
-    weigh(logits, chosen, weight);
 }
 
 void CpuRouter::score(float* logits) {
@@ -42,6 +50,10 @@ void CpuRouter::score(float* logits) {
     case Gating::Softmax: return _kernels.softmax(logits, _call.count);
     case Gating::Sigmoid: std::transform(logits, logits + _call.count, logits, portableSigmoid); return;
     case Gating::SoftmaxOfChosen: return;
+    case Gating::RootSoftplus:
+        std::transform(logits, logits + _call.count, logits,
+                       [](float logit) { return std::sqrt(portableSoftplus(logit)); });
+        return;
     }
 }
 

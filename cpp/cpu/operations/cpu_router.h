@@ -12,11 +12,13 @@ namespace sharpi {
 class CpuRouter {
 public:
     CpuRouter(const cpu::Kernels& kernels, const RouterCall& call);
-    // A row's logits, which are overwritten. chosen, weight: [used], by rank.
-    void route(float* logits, int32_t* chosen, float* weight);
+    // A row's logits, which are overwritten. chosen, weight: [used], by rank. token: the row's, for
+    // RouterCall::tokenChoices.
+    void route(float* logits, int32_t* chosen, float* weight, int32_t token = 0);
 
 private:
     void score(float* logits);
+    void choose(const float* scores, int32_t token, int32_t* chosen);
     void keepBestGroups();
     void weigh(const float* scores, const int32_t* chosen, float* weight) const;
 

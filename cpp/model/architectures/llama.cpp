@@ -1,5 +1,6 @@
 // Llama 2 and 3, Mistral, SmolLM2 and others of their shape. Mixtral's models are mixtures under the same name. SmolLM3
-// has the same layers, except that every fourth one embeds no positions.
+// has the same layers, except that every fourth one embeds no positions; Arcee's AFM, with a feed-forward part that has
+// no gate, and the square of ReLU.
 #include "model/architecture.h"
 
 namespace sharpi {
@@ -24,8 +25,22 @@ void readSmol(ModelReader& model) {
     model.head();
 }
 
+constexpr Activation kReluSquared{ActivationKind::ReluSquared, 0};
+
+void readArcee(ModelReader& model) {
+    AttentionParts attention;
+    attention.rope = model.rope(RopeSpec::Pairing::Adjacent);
+    DenseParts dense;
+    dense.activation = kReluSquared;
+    dense.gated = false;
+    ExpertParts experts;
+    experts.activation = kReluSquared;
+    experts.gated = false;
+    model.uniformLayers(attention, experts, dense);
+}
+
 }  // namespace
 
-SHARPI_FAMILY(llama) { return {{"llama", read}, {"smollm3", readSmol}}; }
+SHARPI_FAMILY(llama) { return {{"arcee", readArcee}, {"llama", read}, {"smollm3", readSmol}}; }
 
 }  // namespace sharpi

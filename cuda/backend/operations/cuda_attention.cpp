@@ -35,6 +35,34 @@ cuda::HeadShape shapeOf(const HeadsCall& call, const KvPages& pages) {
     return {call.heads, pages.kvHeads, pages.headDim};
 }
 
+void attendExact(CudaPass& pass, const HeadsCall& call, const KvPages& pages, const Weight& reader,
+                 const Activations& attended) {
+    // The kernel writes whole blocks of the contract only if a head is whole blocks.
+    const bool wholeBlocks = info(reader.type).isFloat || pages.headDim % kContractBlock == 0;
+    const bool convert = call.gated || !wholeBlocks;
+    float* const floats = pass.exactFloats(RowInput::Attended);
+    const cuda::RowOutputs written = convert ? cuda::RowOutputs{floats, {}, {}} : attended.exact;
+    cuda::attentionDecode(pass.stream, pass.floats(RowBuffer::Queries), shapeOf(call, pages), ruleOf(call),
+                          pass.view.exactOf(pages), pages, pass.at<uint8_t>(pass.layout->attention), written);
+    const int64_t rows = pass.exactRows();
+    if (call.gated) {
+        cuda::gateHeads(pass.stream, floats, pass.floats(RowBuffer::GatedQueries), rows, call.heads, pages.headDim,
+                        attended.exact);
+    } else if (convert) {
+        cuda::convertRows(pass.stream, floats, rows, attended.cols, attended.exact);
+    }
+}
+
+void attendFast(CudaPass& pass, const HeadsCall& call, const KvPages& pages, const Activations& attended) {
+    const cuda::RowOutputs ungated{pass.floats(pass.layout->attendedFloats), {}, {}};
+    const cuda::RowOutputs written{nullptr, {}, attended.fast};
+    cuda::attentionPrefill(pass.stream, pass.halves(pass.layout->queries), shapeOf(call, pages), ruleOf(call),
+                           pass.view.fastOf(pages), pass.view.queryTiles, pages, call.gated ? ungated : written);
+    if (!call.gated) return;
+    const float* const gates = pass.floats(RowBuffer::GatedQueries) + pass.exactRows() * 2 * call.heads * pages.headDim;
+    cuda::gateHeads(pass.stream, ungated.floats, gates, pass.fastRows(), call.heads, pages.headDim, written);
+}
+
 }  // namespace
 
 void CudaOperations::prepareHeads(const HeadsCall& call, const KvPages& pages) {
@@ -57,37 +85,8 @@ void CudaOperations::prepareHeads(const HeadsCall& call, const KvPages& pages) {
 
 void CudaOperations::attend(const HeadsCall& call, const KvPages& pages, const Weight& reader) {
     const Activations& attended = _pass.shape(RowInput::Attended, {reader}, reader.cols);
-    if (_pass.exactRows()) attendExact(call, pages, reader, attended);
-    if (_pass.fastRows()) attendFast(call, pages, attended);
-}
-
-void CudaOperations::attendExact(const HeadsCall& call, const KvPages& pages, const Weight& reader,
-                                 const Activations& attended) {
-    // The kernel writes whole blocks of the contract only if a head is whole blocks.
-    const bool wholeBlocks = info(reader.type).isFloat || pages.headDim % kContractBlock == 0;
-    const bool convert = call.gated || !wholeBlocks;
-    float* const floats = _pass.exactFloats(RowInput::Attended);
-    const cuda::RowOutputs written = convert ? cuda::RowOutputs{floats, {}, {}} : attended.exact;
-    cuda::attentionDecode(_pass.stream, _pass.floats(RowBuffer::Queries), shapeOf(call, pages), ruleOf(call),
-                          _pass.view.exactOf(pages), pages, _pass.at<uint8_t>(_pass.layout->attention), written);
-    const int64_t rows = _pass.exactRows();
-    if (call.gated) {
-        cuda::gateHeads(_pass.stream, floats, _pass.floats(RowBuffer::GatedQueries), rows, call.heads, pages.headDim,
-                        attended.exact);
-    } else if (convert) {
-        cuda::convertRows(_pass.stream, floats, rows, attended.cols, attended.exact);
-    }
-}
-
-void CudaOperations::attendFast(const HeadsCall& call, const KvPages& pages, const Activations& attended) {
-    const cuda::RowOutputs ungated{_pass.floats(_pass.layout->attendedFloats), {}, {}};
-    const cuda::RowOutputs written{nullptr, {}, attended.fast};
-    cuda::attentionPrefill(_pass.stream, _pass.halves(_pass.layout->queries), shapeOf(call, pages), ruleOf(call),
-                           _pass.view.fastOf(pages), _pass.view.queryTiles, pages, call.gated ? ungated : written);
-    if (!call.gated) return;
-    const float* const gates =
-        _pass.floats(RowBuffer::GatedQueries) + _pass.exactRows() * 2 * call.heads * pages.headDim;
-    cuda::gateHeads(_pass.stream, ungated.floats, gates, _pass.fastRows(), call.heads, pages.headDim, written);
+    if (_pass.exactRows()) attendExact(_pass, call, pages, reader, attended);
+    if (_pass.fastRows()) attendFast(_pass, call, pages, attended);
 }
 
 }  // namespace sharpi

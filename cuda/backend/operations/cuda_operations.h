@@ -29,6 +29,8 @@ public:
     void linearByHead(RowInput x, const HeadProduct& call) override;
     void prepareLatent(const LatentCall& call, const KvPages& pages) override;
     void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) override;
+    BlockOperations& blocks() override;
+    StreamOperations& streams() override;
     void deltaRule(const DeltaCall& call, const RecurrentLayer& state, const Weight& reader) override;
     void mamba(const MambaCall& call, const RecurrentLayer& state, const Weight& reader) override;
     void route(const ExpertCall& call) override { _experts.route(call); }
@@ -38,8 +40,6 @@ public:
     void head(const HeadCall& call, int64_t first, int64_t count) override;
 
 private:
-    void attendExact(const HeadsCall& heads, const KvPages& pages, const Weight& reader, const Activations& attended);
-    void attendFast(const HeadsCall& heads, const KvPages& pages, const Activations& attended);
     void deltaExact(const DeltaCall& call, const cuda::DeltaInputs& in, const cuda::DeltaStates& states,
                     const Activations& attended);
     void deltaFast(const DeltaCall& call, const cuda::DeltaInputs& in, const cuda::DeltaStates& states,

@@ -56,7 +56,8 @@ constexpr PlaneSizes planeSizes(DType type) {
     case DType::Q1_0: return {{{4, 1}, {2, 4}}};
     case DType::F32:
     case DType::F16:
-    case DType::BF16: return {};  // rows as they are in the file
+    case DType::BF16:
+    case DType::I32: return {};  // rows as they are in the file
     }
     return {};
 }

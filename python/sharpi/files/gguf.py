@@ -65,6 +65,7 @@ TENSOR_TYPES: Mapping[int, TensorType] = MappingProxyType({
     21: TensorType("IQ3_S", 256, 110),
     22: TensorType("IQ2_S", 256, 82),
     23: TensorType("IQ4_XS", 256, 136),
+    26: TensorType("I32", 1, 4),
     29: TensorType("IQ1_M", 256, 56),
     30: TensorType("BF16", 1, 2),
     34: TensorType("TQ1_0", 256, 54),

@@ -123,7 +123,8 @@ TEST(DTypes, AreThoseOfTheFormat) {
         {39, "MXFP4", 32, 17, false},  {16, "IQ2_XXS", 256, 66, false}, {17, "IQ2_XS", 256, 74, false},
         {22, "IQ2_S", 256, 82, false}, {18, "IQ3_XXS", 256, 98, false}, {21, "IQ3_S", 256, 110, false},
         {19, "IQ1_S", 256, 50, false}, {29, "IQ1_M", 256, 56, false},   {34, "TQ1_0", 256, 54, false},
-        {35, "TQ2_0", 256, 66, false}, {40, "NVFP4", 64, 36, false},    {41, "Q1_0", 128, 18, false}};
+        {35, "TQ2_0", 256, 66, false}, {40, "NVFP4", 64, 36, false},    {41, "Q1_0", 128, 18, false},
+        {26, "I32", 1, 4, false}};
     size_t found = 0;
     for (uint32_t number = 0; number < 100; ++number) found += findDType(number) != nullptr;
     EXPECT_EQ(found, std::size(types));

@@ -38,6 +38,8 @@ public:
     void mamba(const MambaCall& call, const RecurrentLayer& state, const Weight& reader) override {
         _to.mamba(call, state, reader);
     }
+    BlockOperations& blocks() override { return _to.blocks(); }
+    StreamOperations& streams() override { return _to.streams(); }
     void route(const ExpertCall& call) override { _to.route(call); }
     void experts(const ExpertCall& call) override { _to.experts(call); }
     void joinDraft(const Weight& table, const float* norms, const float* sourceNorm, float eps,

@@ -17,7 +17,7 @@ import pytest
 from click.testing import Result
 from fake_model import Script, cli_runner, install
 from PIL import Image
-from random_experts import random_stats, table
+from saved_files import random_stats, table
 
 from sharpi.benchmark import Benchmark
 from sharpi.cli import main

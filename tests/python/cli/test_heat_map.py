@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from PIL import Image
-from random_experts import random_stats
+from saved_files import random_stats
 
 from sharpi.cli.heat_map import colours, draw, relative_uses
 from sharpi.planning.expert_stats import COUNTS, ExpertStats

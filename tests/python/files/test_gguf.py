@@ -137,7 +137,7 @@ def test_type_table_agrees_with_the_gguf_package():
         assert ours.name == kind.name
         assert (ours.block_elements, ours.block_bytes) == gguf.GGML_QUANT_SIZES[kind]
     assert {kind.name for kind in TENSOR_TYPES.values()} == set(
-        "F32 F16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS BF16 MXFP4 IQ2_XXS IQ2_XS IQ2_S "
+        "F32 F16 I32 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS BF16 MXFP4 IQ2_XXS IQ2_XS IQ2_S "
         "IQ3_XXS IQ3_S IQ1_S IQ1_M TQ1_0 TQ2_0 NVFP4 Q1_0".split())
 
 

@@ -190,7 +190,7 @@ def test_a_profile_of_version_2_is_read(profile: HardwareProfile, tmp_path: Path
 
 def test_every_type_has_the_cost_of_its_kind() -> None:
     costs = {tensor_type.name: a_profile().cost_of(tensor_type.name) for tensor_type in TENSOR_TYPES.values()}
-    assert {name for name, cost in costs.items() if cost == 1.0} == {"F32", "F16", "BF16", "Q4_K"}
+    assert {name for name, cost in costs.items() if cost == 1.0} == {"F32", "F16", "BF16", "I32", "Q4_K"}
     assert {costs[name] for name in ("IQ1_S", "IQ2_XXS", "IQ3_S")} == {COSTS["IQ3_S"]}
     assert (costs["MXFP4"], costs["Q8_0"], costs["Q6_K"]) == (COSTS["MXFP4"], COSTS["Q8_0"], COSTS["Q6_K"])
     assert hash(a_profile()) == hash(a_profile())

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_experts import LAYERS, PRESENT, random_stats, table
+from saved_files import LAYERS, PRESENT, random_stats, table
 from tiny_models import MODELS, write
 
 from sharpi.errors import InvalidRequestError

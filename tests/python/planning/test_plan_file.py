@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fake_model import cli_runner
 from fake_weights import GIB, MACHINE, MIB, FakeWeights, stats_of
-from saved_plans import CARD, plan_of
+from saved_files import CARD, plan_of
 from tiny_models import MODELS, write
 
 from sharpi.cli import main

@@ -1,5 +1,5 @@
 // See expert_source.h.
-#include "cpu/operations/expert_source.h"
+#include "cpu/expert_source.h"
 
 #include <algorithm>
 
