@@ -10,8 +10,8 @@ embeddings, and every token takes the same few experts. Three things are changed
    each layer) by r^-S, all then by one number so that the router's mean square stays. An expert whose logits vary more
    is among the largest more often. S = 0 leaves the routing about even.
 
-    python benchmarks/skew_routing.py MODEL.gguf COPY.gguf [--skew 0.25] [--seed 0]
-    python benchmarks/skew_routing.py MODEL.gguf --in-place [--skew 0.25] [--seed 0]
+    python benchmarks/experts/skew_routing.py MODEL.gguf COPY.gguf [--skew 0.25] [--seed 0]
+    python benchmarks/experts/skew_routing.py MODEL.gguf --in-place [--skew 0.25] [--seed 0]
 
 Prints how it was made, and what shares of the uses the most used experts of a layer should have by a simulation: random
 activations of unit variance through the routers. What they do have, `--expert-stats` of `sharpi bench` tells.
