@@ -16,9 +16,12 @@ size_t sizeOf(const Matrix& m) { return m.data ? fileBytes(m) : 0; }
 
 void ExpertSource::beginPass(int64_t rows) {
     _rows = rows;
-    _reader.beginPass();
+    const bool whole = _reader.beginPass();
     _ahead.clear();
-    if (_slots.capacity() > 0) _slots.beginPass();
+    if (_slots.capacity() == 0) return;
+    // Nobody waited for an expert that was read ahead in vain.
+    if (!whole) _slots.passFailed();
+    _slots.beginPass();
 }
 
 void ExpertSource::passFailed() {
@@ -35,7 +38,7 @@ bool ExpertSource::find(const ExpertCall& call, const std::vector<int32_t>& expe
     const bool slotted = _slots.capacity() > 0;
     if (!slotted && !_reader.wanted()) return false;
     const ExpertStacks file{call.gate, call.up, call.down};
-    const auto layer = static_cast<size_t>(call.routing.expertLayer), count = static_cast<size_t>(call.routing.count);
+    const auto count = static_cast<size_t>(call.routing.count);
     std::vector<int32_t> chosen;
     _places.assign(count, {});
     for (size_t e = 0; e < count; ++e) {
@@ -43,15 +46,13 @@ bool ExpertSource::find(const ExpertCall& call, const std::vector<int32_t>& expe
         chosen.push_back(static_cast<int32_t>(e));
         _places[e].matrices = inFile(file, static_cast<int32_t>(e));
     }
-    if (_layers.size() <= layer) _layers.resize(layer + 1);
-    _layers[layer] = file;
     if (slotted) placeInSlots(call.routing.expertLayer, chosen, expertBegin);
     for (const int32_t e : chosen) {
         Place& place = _places[static_cast<size_t>(e)];
         if (!place.present && !place.first) askFor(place, {});
     }
     // So many rows will need most of the next layer's experts. The disk reads them while these are computed.
-    if (expertBegin[count] >= 2 * static_cast<int32_t>(count)) readAhead(call.routing.expertLayer + 1);
+    if (call.next && expertBegin[count] >= 2 * static_cast<int32_t>(count)) readAhead(call.next->expertLayer);
     return true;
 }
 
@@ -74,8 +75,7 @@ void ExpertSource::placeInSlots(int32_t layer, const std::vector<int32_t>& chose
 }
 
 void ExpertSource::readAhead(int32_t layer) {
-    if (static_cast<size_t>(layer) >= _layers.size()) return;
-    const ExpertStacks& file = _layers[static_cast<size_t>(layer)];
+    const ExpertStacks& file = _slots.file(layer);
     for (int32_t e = 0; e < file.gate.count; ++e) {
         Place place;
         place.matrices = inFile(file, e);

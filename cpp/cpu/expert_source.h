@@ -62,7 +62,6 @@ private:
     int64_t _rows = 0;
     std::vector<Place> _places;                            // of the layer at hand, by expert
     std::map<std::pair<int32_t, int32_t>, Ticket> _ahead;  // (layer, expert) read ahead to slots in this pass
-    std::vector<ExpertStacks> _layers;                     // as far as they were met, without slots
 };
 
 }  // namespace sharpi

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/portable.h"
+
 namespace sharpi {
 
 enum class KvType : uint32_t { F32 = 0, BF16 = 1, F16 = 2 };
@@ -32,9 +34,9 @@ struct KvPages {
     int32_t valuePrefix = 0;
     // Above 1: a row is a block of so many tokens, and lies in the page of the block's last token.
     int32_t rowTokens = 1;
-    int32_t rowsOfPage() const { return rowTokens < pageTokens ? pageTokens / rowTokens : 1; }
+    SHARPI_PORTABLE int32_t rowsOfPage() const { return rowTokens < pageTokens ? pageTokens / rowTokens : 1; }
     // Where a row of kv head 0 of a layer with one such head begins, in elements; table: the sequence's pages.
-    int64_t rowAt(const int32_t* table, int64_t row) const {
+    SHARPI_PORTABLE int64_t rowAt(const int32_t* table, int64_t row) const {
         const int64_t last = (row + 1) * rowTokens - 1, slot = last % pageTokens / rowTokens;
         return (int64_t{table[last / pageTokens]} * rowsOfPage() + slot) * headDim;
     }

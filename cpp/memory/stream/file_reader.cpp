@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <system_error>
+#include <utility>
 
 #include "core/error.h"
 
@@ -60,17 +61,20 @@ FileReader::~FileReader() {
     }
 }
 
-void FileReader::beginPass() {
+bool FileReader::beginPass() {
+    bool failed = false;
     {
         std::unique_lock<std::mutex> lock(_mutex);
         _less.wait(lock, [&] { return _arrived == _asked.size(); });
         _asked.clear();
         _next = _arrived = 0;
+        std::swap(failed, _failed);
     }
     const int64_t read = readFromDisks();
     if (read > _readBefore) _passesLeft = kCalmPasses;
     else if (_passesLeft > 0) --_passesLeft;
     _readBefore = read;
+    return !failed;
 }
 
 void FileReader::startThreads() {
@@ -133,6 +137,7 @@ bool FileReader::readNext(std::unique_lock<std::mutex>& lock) {
     lock.lock();
     _asked[static_cast<size_t>(ticket)].state = done ? State::Arrived : State::Failed;
     if (done && part.to) _bytesRead += part.bytes;
+    _failed |= !done;
     ++_arrived;
     _less.notify_all();
     return true;

@@ -55,7 +55,8 @@ public:
     FileReader& operator=(const FileReader&) = delete;
 
     // Waits for what the last pass asked for, and looks whether the process has read from a disk since the last call.
-    void beginPass();
+    // Returns false if a part could not be read.
+    bool beginPass();
     bool wanted() const { return _passesLeft > 0; }
 
     // Begins to read the parts, in their order; part i has the ticket that is returned, plus i. The threads are started
@@ -96,6 +97,7 @@ private:
     std::deque<Asked> _asked;              // by ticket
     Ticket _next = 0;                      // the first that nobody has begun to read
     uint64_t _arrived = 0, _bytesRead = 0;
+    bool _failed = false;  // a part of this pass
     bool _stop = false;
 
     std::vector<std::thread> _threads;

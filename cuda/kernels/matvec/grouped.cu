@@ -19,7 +19,8 @@ void launchGrouped(Stream& stream, DType type, GroupedProduct p, const PairGroup
             using Tile = MmaTile<kType, decltype(tiles)::value>;
             constexpr int kItemRows = Tile::kGroups * kMmaRows;
             p.items = itemsOf(stream, (p.w.rows + kItemRows - 1) / kItemRows, groups.count);
-            p.w.fewFit = Steps<kType>::sharedBytes(kMatvecFewRows, p.w.cols) <= Tile::sharedBytes(p.w.cols);
+            p.w.fewFit =
+                Steps<kType>::sharedBytes(kMatvecFewRows, p.w.cols) <= static_cast<size_t>(Tile::sharedBytes(p.w.cols));
             const auto kernel = groupedKernel<kType, decltype(tiles)::value>;
             allowShared(kernel, Tile::sharedBytes(p.w.cols));
             launch(stream, kernel, groupGrid<Tile>(p.w, groups, p.items * kItemRows), dim3(Tile::kThreads),

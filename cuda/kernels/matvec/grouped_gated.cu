@@ -8,7 +8,8 @@ void launchGroupedGated(Stream& stream, DType type, GroupedGated p, const PairGr
         constexpr DType kType = decltype(tag)::kType;
         withGroupTiles<kType>(stream, groups, [&](auto tiles) {
             using Tile = MmaTile<kType, decltype(tiles)::value>;
-            p.w.fewFit = Steps<kType>::sharedBytes(kMatvecFewRows, p.w.cols) <= Tile::sharedBytes(p.w.cols);
+            p.w.fewFit =
+                Steps<kType>::sharedBytes(kMatvecFewRows, p.w.cols) <= static_cast<size_t>(Tile::sharedBytes(p.w.cols));
             const auto kernel = groupedGatedKernel<kType, decltype(tiles)::value>;
             allowShared(kernel, Tile::sharedBytes(p.w.cols));
             launch(stream, kernel, groupGrid<Tile>(p.w, groups, kContractBlock), dim3(Tile::kThreads),

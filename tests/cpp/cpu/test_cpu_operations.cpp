@@ -34,6 +34,10 @@ double activated(Activation a, double gate, double up) {
         const double limit = a.limit, g = std::min(gate, limit), u = std::clamp(up, -limit, limit);
         return g / (1.0 + std::exp(-1.702 * g)) * (u + 1.0);
     }
+    case ActivationKind::ClampedSilu: {
+        const double limit = a.limit, g = std::min(gate, limit), u = std::clamp(up, -limit, limit);
+        return g / (1.0 + std::exp(-g)) * u;
+    }
     case ActivationKind::ReluSquared: return gate > 0 ? gate * gate * up : 0.0;
     }
     return NAN;
@@ -190,6 +194,7 @@ TEST_F(CpuOperationsTest, PartsAreAddedAsTheyAreDescribed) {
 const Activation kActivations[] = {{ActivationKind::Silu},
                                    {ActivationKind::Gelu},
                                    {ActivationKind::ClampedSwiglu, 1.5f},
+                                   {ActivationKind::ClampedSilu, 1.25f},
                                    {ActivationKind::ReluSquared}};
 
 TEST_F(CpuOperationsTest, GatedLinearTakesBiasesAndActivations) {

@@ -129,6 +129,24 @@ def test_what_cannot_be_read_is_an_error_and_the_model_goes_on(cut: Path, tmp_pa
         assert model.logits(TOKENS).tobytes() == expected.tobytes()
 
 
+def test_an_expert_that_was_read_ahead_in_vain_is_read_again(cut: Path, tmp_path: Path) -> None:
+    prompts = [np.random.default_rng(seed).integers(0, 96, 17).tolist() for seed in range(60)]
+    with Model.load(cut, device="cpu", context=128, threads=2) as model:
+        expected = [model.logits(prompt).tobytes() for prompt in prompts]
+    content, outcomes = cut.read_bytes(), set()
+    with loaded(cut, tmp_path, needed(cut) * 4 // 5) as model:
+        os.truncate(cut, len(content) - 256 * 256 * 4)  # the last layer's last expert, which few of these prompts spare
+        for prompt, logits in zip(prompts, expected, strict=True):
+            try:
+                assert model.logits(prompt).tobytes() == logits
+                outcomes.add("spared")
+            except ModelFileError:
+                outcomes.add("failed")
+        assert outcomes == {"spared", "failed"}
+        _append(cut, content)
+        assert [model.logits(prompt).tobytes() for prompt in prompts] == expected
+
+
 def _append(path: Path, content: bytes) -> None:
     with path.open("r+b") as file:
         file.seek(0, os.SEEK_END)
