@@ -34,15 +34,7 @@ namespace {
 // About 50 microseconds: longer than the gaps between the loops of one token, and too short to waste much power.
 constexpr int kSpins = 4000;
 
-// Threads do not survive a fork: after it, nobody may wait for the workers of a pool that was made before it.
 std::atomic<uint64_t> forks{0};
-
-uint64_t forksSoFar() {
-    static const int registered =
-        pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
-    (void)registered;
-    return forks.load(std::memory_order_relaxed);
-}
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -51,6 +43,13 @@ inline void relax() {
 }
 
 }  // namespace
+
+uint64_t forksSoFar() {
+    static const int registered =
+        pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
+    (void)registered;
+    return forks.load(std::memory_order_relaxed);
+}
 
 ThreadPool::ThreadPool(int threads) : _forks(forksSoFar()) {
     if (threads < 1) {

@@ -19,6 +19,10 @@
 
 namespace sharpi {
 
+// Forks of this process and of those that it was forked from. Threads do not survive a fork: in the child nobody may
+// wait for threads that were started before it.
+uint64_t forksSoFar();
+
 class ThreadPool {
 public:
     // threads: the number that run a loop, including the caller; at least 1.

@@ -35,6 +35,7 @@ std::array<Matrix, 3> ExpertSource::inFile(const ExpertStacks& file, int32_t exp
 }
 
 bool ExpertSource::find(const ExpertCall& call, const std::vector<int32_t>& expertBegin) {
+    settleBefore(call.routing.expertLayer);
     const bool slotted = _slots.capacity() > 0;
     if (!slotted && !_reader.wanted()) return false;
     const ExpertStacks file{call.gate, call.up, call.down};
@@ -54,6 +55,15 @@ bool ExpertSource::find(const ExpertCall& call, const std::vector<int32_t>& expe
     // So many rows will need most of the next layer's experts. The disk reads them while these are computed.
     if (call.next && expertBegin[count] >= 2 * static_cast<int32_t>(count)) readAhead(call.next->expertLayer);
     return true;
+}
+
+// The slots of experts that were read ahead for earlier layers may be given to others from now on. Those that were not
+// chosen may still be on their way there.
+void ExpertSource::settleBefore(int32_t layer) {
+    for (auto ahead = _ahead.begin(); ahead != _ahead.end() && ahead->first.first < layer;) {
+        for (Ticket i = 0; i < 3; ++i) _reader.settle(ahead->second + i);
+        ahead = _ahead.erase(ahead);
+    }
 }
 
 void ExpertSource::placeInSlots(int32_t layer, const std::vector<int32_t>& chosen,

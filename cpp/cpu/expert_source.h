@@ -50,6 +50,7 @@ private:
         bool present = false;
     };
     const Place& at(int32_t expert) const { return _places[static_cast<size_t>(expert)]; }
+    void settleBefore(int32_t layer);
     void placeInSlots(int32_t layer, const std::vector<int32_t>& chosen, const std::vector<int32_t>& expertBegin);
     void readAhead(int32_t layer);
     void toSlot(int32_t layer, int32_t expert, const ExpertSlotManager::Place& slot, Place& place);

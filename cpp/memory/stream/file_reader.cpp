@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/thread_pool.h"
 
 namespace sharpi {
 
@@ -55,13 +56,18 @@ FileReader::~FileReader() {
         _stop = true;
     }
     _more.notify_all();
-    for (std::thread& thread : _threads) thread.join();
+    const bool forked = _forks != forksSoFar();
+    for (std::thread& thread : _threads) forked ? thread.detach() : thread.join();
     for (const File& file : _files) {
         if (file.fd >= 0) ::close(file.fd);
     }
 }
 
 bool FileReader::beginPass() {
+    if (!_threads.empty() && _forks != forksSoFar()) {
+        throw Error(ErrorKind::InvalidArgument,
+                    "a model cannot be used in a process that was forked after it was loaded: load it in that process");
+    }
     bool failed = false;
     {
         std::unique_lock<std::mutex> lock(_mutex);
@@ -78,6 +84,7 @@ bool FileReader::beginPass() {
 }
 
 void FileReader::startThreads() {
+    _forks = forksSoFar();
     _threads.reserve(kThreads);
     try {
         while (_threads.size() < kThreads) _threads.emplace_back([this] { work(); });
@@ -92,8 +99,8 @@ FileReader::Ticket FileReader::ask(const std::vector<Part>& parts) {
     const Ticket first = _asked.size();
     for (const Part& part : parts) {
         if (part.bytes) fileOf(part.file);  // throws here rather than in a thread of the reader's
-        _asked.push_back({part});
     }
+    for (const Part& part : parts) _asked.push_back({part});
     _more.notify_all();
     while (_threads.empty() && readNext(lock)) {
     }
@@ -111,6 +118,11 @@ void FileReader::await(Ticket ticket) {
     if (state(ticket) == State::Arrived) return;
     throw Error(ErrorKind::BadModel, fileOf(_asked[static_cast<size_t>(ticket)].part.file).mapped->path() +
                                          ": a part of it cannot be read: is the file whole, and the disk sound?");
+}
+
+void FileReader::settle(Ticket ticket) {
+    std::unique_lock<std::mutex> lock(_mutex);
+    _less.wait(lock, [&] { return state(ticket) != State::Waiting; });
 }
 
 uint64_t FileReader::bytesRead() {
@@ -168,13 +180,17 @@ bool FileReader::read(const Part& part) {
 // Whole blocks; the file's last one may be cut short.
 bool FileReader::copy(const Part& part) {
     File& file = fileOf(part.file);
-    const int fd = opened(file);
+    int fd = opened(file);
     const auto offset = static_cast<size_t>(part.file - file.mapped->data()), ahead = offset % kBlock;
     const size_t wanted = ahead + part.bytes, whole = (wanted + kBlock - 1) / kBlock * kBlock;
     for (size_t done = 0; done < wanted;) {
         const ssize_t count =
             ::pread(fd, part.to - ahead + done, whole - done, static_cast<off_t>(offset - ahead + done));
         if (count < 0 && errno == EINTR) continue;
+        if (count < 0 && errno == EINVAL && fd != file.mapped->descriptor()) {
+            fd = file.mapped->descriptor();  // this disk's blocks are larger
+            continue;
+        }
         if (count <= 0) return false;
         done += static_cast<size_t>(count);
     }

@@ -55,7 +55,8 @@ public:
     FileReader& operator=(const FileReader&) = delete;
 
     // Waits for what the last pass asked for, and looks whether the process has read from a disk since the last call.
-    // Returns false if a part could not be read.
+    // Returns false if a part could not be read. Throws Error(InvalidArgument) in a process that was forked after the
+    // reader's threads were started.
     bool beginPass();
     bool wanted() const { return _passesLeft > 0; }
 
@@ -66,6 +67,8 @@ public:
     // Returns once the part is in memory. Throws Error(BadModel), which names the file, if it cannot be read; other
     // parts are not affected.
     void await(Ticket ticket);
+    // Returns once the part is in memory or has failed: its memory is not written any more.
+    void settle(Ticket ticket);
 
     // Bytes that were read to memory so far. What goes to the page cache is not counted.
     uint64_t bytesRead();
@@ -101,6 +104,7 @@ private:
     bool _stop = false;
 
     std::vector<std::thread> _threads;
+    uint64_t _forks = 0;  // of this process when they were started
     int _passesLeft = 0;
     int64_t _readBefore = 0;  // what the process had read from disks at the last beginPass()
 };

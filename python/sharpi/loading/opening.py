@@ -73,12 +73,13 @@ def open_engine(file: GgufFile, spec: _core.Description, plan: Plan, warm: Exper
 
 
 def read_pages(engine: _core.Engine, plan: Plan, progress: Progress) -> None:
-    """Reads the file's pages into RAM; for the GPU they have been copied already."""
+    """Reads the file's pages into RAM; for the GPU they have been copied already, and what is larger than RAM is read
+    as it is needed."""
     def report(done: int, total: int) -> bool:
         progress(done, total)
         return True
 
-    if plan.device == "cpu":
+    if plan.device == "cpu" and not plan.disk_bytes:
         engine.warm(report)
     else:
         progress(plan.weights_bytes, plan.weights_bytes)

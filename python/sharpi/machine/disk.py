@@ -26,8 +26,10 @@ def disk_bytes_per_second(path: Path) -> float | None:
     except (OSError, AttributeError):  # no such file, or a system or file system that cannot
         return None
     try:
-        blocks = os.fstat(file).st_size // _BLOCK
-        return _rate(file, blocks) if blocks else None
+        status = os.fstat(file)
+        # A file with holes is the header of one that is not here yet.
+        whole = status.st_blocks * 512 >= status.st_size * 0.9
+        return _rate(file, status.st_size // _BLOCK) if whole and status.st_size >= _BLOCK else None
     finally:
         os.close(file)
 

@@ -15,7 +15,7 @@ from typing import Any
 from sharpi.errors import InvalidRequestError, OutOfMemoryError, one_line
 from sharpi.files.gguf import GgufFile, fingerprint
 from sharpi.files.rope import RopeScaling
-from sharpi.machine.hardware import Gpu
+from sharpi.machine.hardware import Gpu, free_ram_bytes
 from sharpi.machine.profile import HardwareProfile
 from sharpi.planning.placement import SLOTS, VRAM, ExpertPool, Inventory, Placed, TensorHome
 from sharpi.planning.prediction import BOUNDS, Speed
@@ -229,9 +229,12 @@ class Plan:
 
     def require(self) -> None:
         """Raises if the plan cannot be carried out: `InvalidRequestError` for a GPU that is not there,
-        `OutOfMemoryError` for a model that does not fit into the VRAM. RAM is not checked: the weights are mapped, and
-        what does not fit is read again."""
+        `OutOfMemoryError` for a model that does not fit into the VRAM, and for slots in RAM for which there is too
+        little. Otherwise RAM is not checked: the weights are mapped, and what does not fit is read again."""
         if self.device != "cuda":
+            if self.expert_slots > (free := free_ram_bytes()):
+                raise OutOfMemoryError(f"the plan holds {size_words(self.expert_slots)} of experts in RAM, and"
+                                       f" {size_words(free)} are free: make a new plan")
             return
         if not isinstance(self.gpu, Gpu):
             raise InvalidRequestError(f"device cuda: {self.gpu}")

@@ -3,15 +3,15 @@ others are read from the disk when a token chooses them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from sharpi.machine.disk import ASSUMED_BYTES_PER_SECOND, disk_bytes_per_second
 from sharpi.machine.hardware import free_ram_bytes
 from sharpi.machine.profile import HardwareProfile
-from sharpi.planning.placement import ExpertPool, Placed
-from sharpi.planning.plan import SAVED_STATISTICS, UNIFORM_ROUTING
+from sharpi.planning.placement import ExpertPool, Placed, Use
+from sharpi.planning.plan import UNIFORM_ROUTING
 from sharpi.planning.prediction import (
     Cached,
     cached_experts,
@@ -33,9 +33,8 @@ class RamSlots:
 
     def __init__(self, request: Request, batch: int, room: int) -> None:
         self._request, self._batch = request, batch
-        self.expert_bytes = sum(request.file.tensors[use.tensor].nbytes for use in request.inventory.uses
-                                if use.role == "experts")
-        weights = sum(tensor.nbytes for tensor in request.file.tensors)
+        self.expert_bytes = self._bytes_of(request.inventory.uses)
+        self._weights = weights = sum(tensor.nbytes for tensor in request.file.tensors)
         self._others = weights - self.expert_bytes
         # What a person plans for another machine, or a test sets, is all free.
         free = room if request.ram is not None else min(room, free_ram_bytes())
@@ -43,12 +42,15 @@ class RamSlots:
         self.bytes = 0
         if self.expert_bytes and weights + taken > free:
             self.bytes = max(0, free - min(_MARGIN, free // _MARGIN_PART) - self._others - taken)
+        if self.bytes and not any(pool.slots for pool in self.pools):
+            self.bytes = 0
         # What all must fit into.
         self.room = free if self.bytes else room
 
     def fits(self, context: int, rows: int) -> bool:
-        """Whether what must be in RAM is: everything but the experts."""
-        return self._others + self._request.total("cpu", context, rows, ()) <= self.room
+        """Whether what must be in RAM is: everything, but for experts that slots are for."""
+        away = self.expert_bytes if self.bytes else 0
+        return self._weights - away + self._request.total("cpu", context, rows, ()) <= self.room
 
     @cached_property
     def pools(self) -> tuple[ExpertPool, ...]:
@@ -60,27 +62,31 @@ class RamSlots:
         """What the plan says of them, apart from speeds."""
         if not self.bytes:
             return {}
-        cached = cached_experts(self._request.inventory.uses, self.pools, self._request.warm)
+        # Saved statistics do not fill these slots.
+        cached = cached_experts(self._request.inventory.uses, self.pools)
         return {"slots": self.bytes, "disk_bytes": self.expert_bytes, "expert_pools": self.pools,
-                "hit_rate": hit_rate(cached),
-                "hit_source": SAVED_STATISTICS if self._request.warm else UNIFORM_ROUTING}
+                "hit_rate": hit_rate(cached), "hit_source": UNIFORM_ROUTING}
 
     def speeds(self, plain: Mapping[str, Any], profile: HardwareProfile) -> dict[str, Any]:
         """The speeds and the placement of a plan whose experts are all in RAM, `plain`, with the disk's part."""
         request = self._request
         # Predictions are without drafts.
         cached = {layer: known for layer, known in
-                  cached_experts(request.inventory.on(profile).uses, self.pools, request.warm).items()
+                  cached_experts(request.inventory.on(profile).uses, self.pools).items()
                   if layer < request.spec.layer_count}
         rate = self._disk()
-        used = sum(request.file.tensors[use.tensor].nbytes for use in request.inventory.model_uses
-                   if use.role == "experts")
+        used = self._bytes_of(request.inventory.model_uses)
         return {**plain, "disk_bytes_per_second": rate,
                 "placement": tuple(self._placed(each) for each in plain["placement"]),
                 "decode": decode_from_disk(plain["decode"], cached, rate),
                 "decode_full": decode_from_disk(plain["decode_full"], cached, rate),
                 "prefill": prefill_from_disk(plain["prefill"], self._batch, self._held(cached), used, rate),
                 "draft_cost": None}
+
+    def _bytes_of(self, uses: Sequence[Use]) -> int:
+        """What the experts take. A tensor may hold two of their matrices, and then has two uses."""
+        return sum(self._request.file.tensors[tensor].nbytes
+                   for tensor in {use.tensor for use in uses if use.role == "experts"})
 
     def _held(self, cached: Mapping[int, Cached]) -> float:
         return sum(layer.held for layer in cached.values()) / max(1, len(cached))

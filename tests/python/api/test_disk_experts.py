@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 from fake_model import cli_runner
-from tiny_models import HYBRIDS, MODELS, Delta, write
+from tiny_models import HYBRIDS, MODELS, Delta, fused, write
 
 from sharpi import Model, ModelFileError
 from sharpi.cli import main
@@ -27,6 +27,7 @@ MIB = 1 << 20
 SIZES: dict[str, Any] = {"width": 256, "heads": 4, "head_dim": 64, "hidden": 256, "layers": 3, "experts": 24,
                          "experts_used": 3}
 SHAPES = {"qwen3moe": replace(MODELS["qwen3moe"], **SIZES, type="Q4_K"),
+          "fused": fused(replace(MODELS["qwen3moe"], **SIZES, type="Q4_K")),
           "float32": replace(MODELS["olmoe"], **SIZES),
           "hybrid": replace(HYBRIDS["qwen35moe"], **SIZES, shared=256, type="Q6_K",
                             delta=Delta(value_heads=4, head_dim=64, interval=3))}
@@ -95,6 +96,17 @@ def test_a_model_that_fits_has_no_slots(model: Path) -> None:
         assert plan.mapped_bytes == plan.weights_bytes - plan.disk_bytes
     experts = sum(tensor.nbytes for tensor in describe(model)[0].tensors if "_exps" in tensor.name)
     assert planned(model, whole - 1).disk_bytes == experts
+
+
+def test_room_for_too_few_slots_is_none(model: Path) -> None:
+    whole = needed(model)
+    experts = planned(model, whole - 1).disk_bytes
+    for spared in range(0, experts, experts // 60):
+        plan = planned(model, whole - spared)
+        slots = sum(pool.slots for pool in plan.expert_pools)
+        assert (slots > 0) == (plan.expert_slots > 0) == plan.fits == (plan.disk_bytes > 0) or spared == 0
+        if not plan.fits:
+            assert plan.fitting_context < plan.context and plan.fitting_batch < plan.batch
 
 
 def test_a_model_whose_other_weights_do_not_fit_says_so(model: Path) -> None:

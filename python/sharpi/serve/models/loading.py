@@ -70,6 +70,8 @@ class ModelLoader:
         plan = make_plan(described, spec, **given, threads=threads)
         # Not the plan's total: with another model in VRAM, the plan leaves to RAM what would not have to be there.
         alone = plan.weights_bytes + plan.kv_bytes + plan.state_bytes + plan.scratch_bytes
+        if plan.disk_bytes:
+            alone = plan.total_bytes
         return (alone if plan.vram is None else min(alone, plan.vram)) + self._beside(plan)
 
     def open(self, file: ModelFile) -> Loaded:
