@@ -207,10 +207,9 @@ struct LayerInputSpec {
 };
 
 // How a part of a layer reads the streams of hyper-connections and how its answer joins them. m = fn(rms(all streams)),
-// three runs of numbers: sigmoid(scale[0] m + base) + epsilon weighs streams into the part's input, 2 sigmoid(scale[1]
-// m
-// + base) weighs the answer into each stream, and from the rest Sinkhorn's iterations make the matrix that mixes the
-// streams. core/rules/streams.h has the order.
+// three runs of numbers: sigmoid(scale[0] * m + base) + epsilon weighs streams into the part's input, 2 *
+// sigmoid(scale[1] * m + base) weighs the answer into each stream, and from the rest Sinkhorn's iterations make the
+// matrix that mixes the streams. core/rules/streams.h has the order.
 struct StreamMixSpec {
     MatrixId fn;  // [streams * embedding, streams * (2 + streams)]; at the model's end [.., streams]
     VectorId base, scale;

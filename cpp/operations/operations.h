@@ -125,7 +125,7 @@ struct HeadsCall {
     const float* sinks = nullptr;  // [heads] or nullptr
     bool rotatesBack = false;
     const KvPages* blocks = nullptr;  // rows of blocks that are seen too; nullptr: none
-    int32_t topK = 0;                 // those that chooseBlocks() chose, up to so many; 0: all
+    int32_t topK = 0;                 // those that BlockOperations::choose() chose, up to so many; 0: all
 };
 
 // Rows in a buffer for products to read: of each row `pieces` pieces of `stride` floats, and of a piece its first

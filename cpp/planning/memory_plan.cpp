@@ -74,7 +74,11 @@ size_t kvBytes(const ModelSpec& spec, const EngineOptions& options) {
 }
 
 size_t kvBytesIfAllSeen(const ModelSpec& spec, const EngineOptions& options) {
-    return KvCache::bytesFor(kvShapes(spec), options.kvType, kvRoom(options).tokens);
+    // Blocks that are not over are no part of what a layer sees.
+    std::vector<KvLayerShape> whole, pending;
+    for (const KvLayerShape& shape : kvShapes(spec)) (shape.floats ? pending : whole).push_back(shape);
+    return KvCache::bytesFor(whole, options.kvType, kvRoom(options).tokens) +
+           (pending.empty() ? 0 : KvCache::bytesFor(pending, options.kvType, kvRoom(options)));
 }
 
 size_t kvBytesRead(const ModelSpec& spec, KvType type, int64_t tokens) {

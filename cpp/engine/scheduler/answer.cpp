@@ -97,7 +97,8 @@ void Answer::add(std::vector<Chosen> tokens) {
     if (tokens.empty()) return;
     {
         std::lock_guard<std::mutex> lock(_mutex);
-        _news.tokens.reserve(_news.tokens.size() + tokens.size());
+        const size_t wanted = _news.tokens.size() + tokens.size();
+        if (_news.tokens.capacity() < wanted) _news.tokens.reserve(std::max(wanted, 2 * _news.tokens.capacity()));
         std::move(tokens.begin(), tokens.end(), std::back_inserter(_news.tokens));
     }
     announce();

@@ -491,6 +491,7 @@ void Scheduler::finish(Entry& entry, Finish finish, std::string error) {
 // What requests that have ended leave in the cache stays, so that a prompt that continues it need not compute it again:
 // their shared pages and, if these do not hold all of a text, the texts.
 void Scheduler::removeFinished() {
+    if (_keepsTexts) _idle.reserve(_idle.size() + _entries.size());  // so that no text is moved unless all are
     for (const auto& entry : _entries)
         if (entry->hasEnded && entry->hasBegun && _keepsTexts) _idle.push_back(std::move(entry->text));
     const auto hasEnded = [](const auto& entry) { return entry->hasEnded; };

@@ -11,7 +11,7 @@ namespace sharpi {
 int64_t PagePool::pagesIn(const KvRoom& room, AttentionReach reach) {
     const int64_t all = pagesFor(room.tokens);
     if (!reach.limited()) return all;
-    const int64_t seen = std::max(reach.window, reach.chunk) - 1 + kRollBackTokens;
+    const int64_t seen = int64_t{std::max(reach.window, reach.chunk)} - 1 + kRollBackTokens;
     const int64_t each = (seen + kPageTokens - 2) / kPageTokens + 2;
     return std::min(all, room.sequences * each + room.rows / kPageTokens);
 }
