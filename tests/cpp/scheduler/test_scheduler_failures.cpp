@@ -38,6 +38,10 @@ SHARPI_APART void* operator new(size_t bytes) {
     if (!p) throw std::bad_alloc();
     return p;
 }
+// The standard library's algorithms take this one for what they can do without.
+SHARPI_APART void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
+    return failsNow(failingAllocation) ? nullptr : std::malloc(bytes ? bytes : 1);
+}
 SHARPI_APART void operator delete(void* p) noexcept { std::free(p); }
 SHARPI_APART void operator delete(void* p, size_t) noexcept { std::free(p); }
 
