@@ -122,7 +122,7 @@ def test_a_signal_under_load_lets_answers_finish_and_refuses_new_ones() -> None:
 def test_what_is_not_finished_in_time_is_cancelled() -> None:
     with started("--drain-seconds", "0.1") as server:
         answers: list[httpx.Response] = []
-        long = {**LONG, "max_tokens": 500, "n": 8}
+        long = {**LONG, "prompt": [LONG["prompt"]] * 8, "n": 8}  # the server gives up about a second after the signal
         thread = begin(lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=long, timeout=60)))
         server.until(lambda: server.metric("sharpi_requests_running") > 0)
         server.signal(signal.SIGTERM)
