@@ -147,7 +147,7 @@ def test_beside_a_gpu_that_cannot_run_it_a_model_is_left_to_the_cpu(
 def test_latent_attention_keeps_one_row_for_all_heads(tmp_path: Path) -> None:
     """A latent of 64 and a rotated key of 16 in each of four layers; nothing is stored twice."""
     path = str(write_golden("deepseek2", tmp_path))
-    plan = json.loads(CliRunner().invoke(main, ["plan", "-m", path, "--device", "cpu", "-c", "4096", "--json"]).output)
+    plan = json.loads(CliRunner().invoke(main, ["plan", "-m", path, "--device", "cpu", "-c", "4096", "--json"]).stdout)
     assert plan["kv_bytes"] == 4 * (64 + 16) * 4096 * 2
 
 

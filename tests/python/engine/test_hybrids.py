@@ -85,7 +85,7 @@ def test_the_plan_counts_the_states(hybrid: Path) -> None:
             assert abs(model.plan.state_bytes - model.stats()["state_bytes"]) <= 4096
     shown = CliRunner().invoke(main, ["plan", "-m", str(hybrid), "--device", "cpu"])
     assert shown.exit_code == 0 and "for 4 sequences" in shown.output, shown.output
-    told = json.loads(CliRunner().invoke(main, ["plan", "-m", str(hybrid), "--device", "cpu", "--json"]).output)
+    told = json.loads(CliRunner().invoke(main, ["plan", "-m", str(hybrid), "--device", "cpu", "--json"]).stdout)
     assert told["state_bytes"] > 0 and told["sequences"] == 4
 
 

@@ -65,7 +65,8 @@ export class Panel {
     if (Array.isArray(properties?.plan)) parts.push(planBar(properties.plan));
     const rate = properties?.experts?.hit_rate;
     if (Number.isFinite(rate)) {
-      parts.push(ring(rate, "expert hit rate", "since it was loaded: of the experts that tokens needed, found in VRAM"));
+      parts.push(ring(rate, "expert hit rate",
+                      "since it was loaded: of the experts that tokens needed, found in VRAM"));
     }
     if (Array.isArray(slots) && slots.length) {
       parts.push(meter("Answers under way", slots.filter((slot) => slot.is_processing).length, slots.length));
