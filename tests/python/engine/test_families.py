@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from fake_model import cli_runner
 from fake_weights import plain_machine, set_gpu  # noqa: F401 - a fixture
 from golden_families import CPU_ONLY, FAMILIES
 from golden_models import GOLDEN, LOGITS, write_golden
@@ -147,7 +148,7 @@ def test_beside_a_gpu_that_cannot_run_it_a_model_is_left_to_the_cpu(
 def test_latent_attention_keeps_one_row_for_all_heads(tmp_path: Path) -> None:
     """A latent of 64 and a rotated key of 16 in each of four layers; nothing is stored twice."""
     path = str(write_golden("deepseek2", tmp_path))
-    plan = json.loads(CliRunner().invoke(main, ["plan", "-m", path, "--device", "cpu", "-c", "4096", "--json"]).stdout)
+    plan = json.loads(cli_runner().invoke(main, ["plan", "-m", path, "--device", "cpu", "-c", "4096", "--json"]).stdout)
     assert plan["kv_bytes"] == 4 * (64 + 16) * 4096 * 2
 
 
@@ -156,11 +157,11 @@ def test_mamba_keeps_a_matrix_for_each_head_and_the_last_inputs_of_the_convoluti
     the layer with attention has keys and values."""
     path = str(write_golden("nemotron_h_moe", tmp_path))
     asked = ["plan", "-m", path, "--device", "cpu", "-c", "4096", "--sequences", "10", "--json"]
-    plan = json.loads(CliRunner().invoke(main, asked).output)
+    plan = json.loads(cli_runner().invoke(main, asked).stdout)
     state = 3 * 4 * (12 * 32 * 32 + 3 * (384 + 2 * 2 * 32))
     assert abs(plan["state_bytes"] - 10 * state) <= 2 * 4096
     assert plan["kv_bytes"] == 2 * 2 * 32 * 4096 * 2
-    told = json.loads(CliRunner().invoke(main, ["inspect", path, "--json"]).output)
+    told = json.loads(cli_runner().invoke(main, ["inspect", path, "--json"]).stdout)
     assert told["state_bytes"] == state and told["takes_token_ids"]
 
 

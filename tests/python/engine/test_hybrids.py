@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from fake_model import cli_runner
 from numpy_model import NumpyModel, relative_error
 from texts_and_prompts import LONG, long_logits
 from tiny_models import HYBRIDS, MODELS, write
@@ -83,9 +83,9 @@ def test_the_plan_counts_the_states(hybrid: Path) -> None:
             assert model.plan.sequences == sequences
             assert model.stats()["state_bytes"] >= sequences * 3 * 4 * (6 * 16 * 16 + 3 * (2 * 2 + 6) * 16)
             assert abs(model.plan.state_bytes - model.stats()["state_bytes"]) <= 4096
-    shown = CliRunner().invoke(main, ["plan", "-m", str(hybrid), "--device", "cpu"])
+    shown = cli_runner().invoke(main, ["plan", "-m", str(hybrid), "--device", "cpu"])
     assert shown.exit_code == 0 and "for 4 sequences" in shown.output, shown.output
-    told = json.loads(CliRunner().invoke(main, ["plan", "-m", str(hybrid), "--device", "cpu", "--json"]).stdout)
+    told = json.loads(cli_runner().invoke(main, ["plan", "-m", str(hybrid), "--device", "cpu", "--json"]).stdout)
     assert told["state_bytes"] > 0 and told["sequences"] == 4
 
 
@@ -96,7 +96,7 @@ def test_models_without_states_have_no_line(tmp_path: Path) -> None:
         sessions = [model.session() for _ in range(5)]  # they share pages alone
         for session in sessions:
             list(session.generate([1, 2], max_tokens=2, temperature=0))
-    assert "state " not in CliRunner().invoke(main, ["plan", "-m", str(path), "--device", "cpu"]).output
+    assert "state " not in cli_runner().invoke(main, ["plan", "-m", str(path), "--device", "cpu"]).output
 
 
 @pytest.mark.parametrize("value", [0, -1, 4097, 1.5, "two"])
