@@ -161,7 +161,7 @@ TEST_F(CudaKinds, RowsOfBothKindsInOneBatchGetWhatTheyGetAlone) {
     for (const tiny::Options& tiny : tiny::gpuVariants()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model(tiny);
-        for (const EngineOptions& o : placements(model, 300)) {
+        for (const EngineOptions& o : placements(model, 40 + 3 * 90)) {
             SCOPED_TRACE(o.homes.empty() ? "resident" : o.expertSlotBytes ? "in slots" : "direct");
             World world(model, o, 48);
             for (const int decoding : {0, 1, 2, 7, 8, 9, 17, 40}) {
