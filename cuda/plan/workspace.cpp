@@ -19,10 +19,17 @@ size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 }  // namespace
 
+// Whole kWideRows, each element with a byte, and each block with four floats.
+static size_t wideBytes(int64_t rows, int64_t cols) {
+    if (rows <= kNarrowRows) return 0;
+    const int64_t whole = (std::min<int64_t>(rows, kMostWideRows) + kWideRows - 1) / kWideRows * kWideRows;
+    return aligned(static_cast<size_t>(whole * (cols + cols / kContractBlock * 4 * int64_t{sizeof(float)})));
+}
+
 size_t quantizedRowsBytes(int64_t rows, int64_t cols) {
     const auto blocks = static_cast<size_t>(rows * (cols / kContractBlock));
     return aligned(static_cast<size_t>(rows * cols)) + aligned(blocks * sizeof(float)) +
-           aligned(blocks * sizeof(int32_t));
+           aligned(blocks * sizeof(int32_t)) + wideBytes(rows, cols);
 }
 
 QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols) {
@@ -34,6 +41,8 @@ QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols) {
     over.scale = reinterpret_cast<float*>(at);
     at += aligned(blocks * sizeof(float));
     over.sums = reinterpret_cast<int32_t*>(at);
+    at += aligned(blocks * sizeof(int32_t));
+    if (rows > kNarrowRows) over.wide = at;
     return over;
 }
 

@@ -111,7 +111,7 @@ __device__ __forceinline__ void fewRows(const GroupedProduct& p, const Group& gr
 }
 
 template <DType D, int kTiles>
-__global__ void __launch_bounds__(MmaTile<D, kTiles>::kThreads, mmaMinBlocks(kTiles))
+__global__ void __launch_bounds__(MmaTile<D, kTiles>::kThreads, MmaTile<D, kTiles>::kMinBlocks)
     groupedKernel(const __grid_constant__ GroupedProduct p) {
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(128) uint8_t shared[];
@@ -136,10 +136,9 @@ __global__ void __launch_bounds__(MmaTile<D, kTiles>::kThreads, mmaMinBlocks(kTi
     tile.run(
         p.w.x, place, [&](int, int column) { return group.pairOf(column) / p.w.perRow; },
         [&](int item, int round) {
-            tile.template forValues<Tile::kGroups>(round, [&](int of, int at, int column, int value) {
+            tile.forSums(round, [&](int of, int at, int column, float sum) {
                 const int row = place(item, of).row + at;
-                if (row < p.w.rows && column < group.count)
-                    p.y[group.pairOf(column) * p.w.rows + row] = tile.sumOf(of, value);
+                if (row < p.w.rows && column < group.count) p.y[group.pairOf(column) * p.w.rows + row] = sum;
             });
         });
 #endif
@@ -190,14 +189,14 @@ __device__ __forceinline__ void tileGated(const GroupedGated& p, const Group& gr
     tile.run(
         p.w.x, place, [&](int, int column) { return group.pairOf(column) / p.w.perRow; },
         [&](int item, int round) {
-            tile.template forValues<Tile::kGroups>(round, [&](int of, int row, int column, int value) {
-                sums.of[of][column][item * kMmaRows + row] = tile.sumOf(of, value);
+            tile.forSums(round, [&](int of, int row, int column, float sum) {
+                sums.of[of][column][item * kMmaRows + row] = sum;
             });
         });
 }
 
 template <DType D, int kTiles>
-__global__ void __launch_bounds__(MmaTile<D, kTiles>::kThreads, mmaMinBlocks(kTiles))
+__global__ void __launch_bounds__(MmaTile<D, kTiles>::kThreads, MmaTile<D, kTiles>::kMinBlocks)
     groupedGatedKernel(const __grid_constant__ GroupedGated p) {
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(128) uint8_t shared[];

@@ -57,7 +57,7 @@ static Products rowsOf(const Products& p, int first, int rows) {
 }
 
 // The same for dense matrices and up to kMaxMatvecRows rows.
-static void launchDense(Stream& stream, DType type, const Products& p) {
+static void launchDense(Stream& stream, DType type, Products& p) {
     if (p.count == 0) return;
     withType(type, [&](auto tag) {
         constexpr DType kType = decltype(tag)::kType;
@@ -71,10 +71,12 @@ static void launchDense(Stream& stream, DType type, const Products& p) {
 void matvec(Stream& stream, const MatvecInput& x, int rows, const std::vector<MatvecOutput>& outputs) {
     if (rows == 0) return;
     std::vector<bool> done(outputs.size());
+    bool arranged = false;
     for (size_t first = 0; first < outputs.size(); ++first) {
         if (done[first]) continue;
         const Matrix& leader = outputs[first].w;
         Products p = productsOf(x, rows, leader.cols);
+        p.arranged = arranged;
         for (size_t i = first; i < outputs.size() && p.count < kMaxProducts; ++i) {
             if (done[i] || outputs[i].w.type != leader.type) continue;
             if (outputs[i].w.cols != leader.cols)
@@ -84,6 +86,7 @@ void matvec(Stream& stream, const MatvecInput& x, int rows, const std::vector<Ma
                 p.product[p.count++] = productOf(outputs[i].w, outputs[i].bias, outputs[i].y, outputs[i].stride);
         }
         launchDense(stream, leader.type, p);
+        arranged = p.arranged;
     }
 }
 

@@ -3,7 +3,6 @@
 
 #include <vector>
 
-#include "core/launch_rows.h"
 #include "core/matrix.h"
 #include "kernels/rows/pair_groups.h"
 #include "kernels/rows/rows.h"
@@ -12,7 +11,8 @@ namespace sharpi::cuda {
 
 // The most rows that one call takes. More rows that follow the contract take several calls. A call is one launch for
 // each type, unless the type is a float or the device lacks int8 tensor cores: then each eight rows take another.
-constexpr int kMaxMatvecRows = kExactLaunchRows;
+// Before the products of more than kNarrowRows rows, their order in memory may be changed by one more launch.
+constexpr int kMaxMatvecRows = kMostWideRows;
 
 // The input of a product. Float weights read `floats` [rows, cols], quantized ones read `quantized`.
 struct MatvecInput {

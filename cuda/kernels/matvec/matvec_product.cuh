@@ -31,6 +31,7 @@ struct Products {
     int32_t groups = 1;  // pairs of rows for each warp
     int32_t ahead = 0;   // units that a warp prefetches
     bool add = false;
+    bool arranged = false;  // x.quantized.wide is filled
     // Experts: pair p = blockIdx.y reads row p (rowPerPair) or p / used of x and writes row p of y. A pair with
     // chosen[p] < 0 is skipped.
     const int32_t* chosen = nullptr;

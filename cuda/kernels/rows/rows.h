@@ -14,7 +14,16 @@ struct QuantizedRows {
     float* scale = nullptr;  // [rows][B]
     // [rows][B]: the sum of the first 16 elements in the low half and of the last 16 in the high half (int16 each)
     int32_t* sums = nullptr;
+    // Scratch of products of more than kNarrowRows rows, which arrange the rows anew (matvec/mma/wide_columns.cuh). Null
+    // if there are fewer. It has room for kMostWideRows rows, or for all.
+    uint8_t* wide = nullptr;
 };
+
+// Up to so many rows, products read QuantizedRows as they are.
+constexpr int kNarrowRows = 16;
+// Products of more take so many at once, and kWideRows in a block.
+constexpr int kMostWideRows = 512, kWideRows = 64;
+constexpr int kWideColumns = 32;  // of a bundle, and of a warp
 
 // Activations for the tensor cores: bf16 [rows][cols] (f16 on devices before 8.0, which lack bf16 units). lo, if it is
 // not null, is the remainder of the rounding: hi + lo has 16 bits of the value. Both are 16-byte aligned.

@@ -1,35 +1,40 @@
-// The gated products of matvec_gated.cuh on the int8 tensor cores (mma_tile.cuh), for several rows of activations.
+// The gated products of matvec_gated.cuh on the int8 tensor cores (mma_tile.cuh, wide_tile.cuh), for several rows of
+// activations.
 //
-// A block has p.groups runs of 32 rows of gate and of up, each as two items of 16: its first group has gate's rows, its
-// second up's.
+// A block has p.groups runs of 32 rows of gate and of up. Of each two groups of a tile, the first has gate's rows and
+// the second up's. An item of the tile is a whole run, or half of one.
 #pragma once
 
 #include "kernels/matvec/matvec_gated.cuh"
 #include "kernels/matvec/mma/mma_launch.cuh"
+#include "kernels/matvec/wide_columns.h"
 
 namespace sharpi::cuda {
 
-template <DType D, int kTiles, bool kResident>
-__global__ void __launch_bounds__(MmaTile<D, kTiles, kResident>::kThreads, mmaMinBlocks(kTiles))
+// The gap puts the columns of a fragment into different banks.
+template <typename Tile> using MmaGatedValues = float[Tile::kColumns][kContractBlock + 4];
+
+template <typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
     mmaGatedKernel(const __grid_constant__ GatedProduct p) {
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(128) uint8_t staged[];
-    using Tile = MmaTile<D, kTiles, kResident>;
-    static_assert(Tile::kGroups == 2);
-    constexpr int kItemsOfBlock = kContractBlock / kMmaRows;  // quantized outputs have whole blocks
-    // The gap puts the columns of a fragment into different banks.
-    __shared__ float values[Tile::kColumns][kContractBlock + 4];
+    constexpr DType kType = Tile::kType;
+    constexpr int kItemRows = kMmaRows * Tile::kPairs;
+    constexpr int kItemsOfBlock = kContractBlock / kItemRows;  // quantized outputs have whole blocks
+    static_assert(kItemsOfBlock * kItemRows == kContractBlock);
+    __shared__ MmaGatedValues<Tile> values;
     allowNext();
     const int columnTiles = (p.rows + Tile::kColumns - 1) / Tile::kColumns;
     const int block = static_cast<int>(blockIdx.x) / columnTiles;
     const int firstColumn = (static_cast<int>(blockIdx.x) - block * columnTiles) * Tile::kColumns;
     const int firstRow = block * kContractBlock * p.groups;
-    const int items = min(kContractBlock * p.groups, p.hidden - firstRow + kMmaRows - 1) / kMmaRows;
+    const int items = (min(kContractBlock * p.groups, p.hidden - firstRow) + kItemRows - 1) / kItemRows;
     const auto place = [&](int item, int group) {
-        return MmaRows<D>{Steps<D>::base(group == 0 ? p.gate : p.up, p.shape), firstRow + item * kMmaRows,
-                          p.hidden - 1};
+        return MmaRows<kType>{Steps<kType>::base(group % 2 == 0 ? p.gate : p.up, p.shape),
+                              firstRow + item * kItemRows + group / 2 * kMmaRows, p.hidden - 1};
     };
-    Tile tile(staged, p.cols, items);
+    Tile tile(staged, p.cols, items, p.rows);
     tile.start(place);
     if (firstColumn == 0) fetchRowsAhead<Tile>(place, items, p.cols, p.ahead);
     waitForPrevious();
@@ -38,11 +43,10 @@ __global__ void __launch_bounds__(MmaTile<D, kTiles, kResident>::kThreads, mmaMi
         p.x.quantized, place, [&](int, int column) { return min(firstColumn + column, p.rows - 1); },
         [&](int item, int round) {
             const GatedTerms terms(p.join, 0, p.hidden);
-            Tile::template forValues<1>(round, [&](int, int row, int column, int value) {
-                const int r = firstRow + item * kMmaRows + row, t = firstColumn + column;
+            tile.forPairs(round, [&](int pair, int row, int column, float gate, float up) {
+                const int r = firstRow + item * kItemRows + pair * kMmaRows + row, t = firstColumn + column;
                 if (r >= p.hidden || t >= p.rows) return;
-                const float y = gatedValue(p.join.activation, terms.gate(tile.sumOf(0, value), r),
-                                           terms.up(tile.sumOf(1, value), r));
+                const float y = gatedValue(p.join.activation, terms.gate(gate, r), terms.up(up, r));
                 values[column][r % kContractBlock] = y;
                 if (p.out.floats) p.out.floats[static_cast<int64_t>(t) * p.width + r] = y;
             });
@@ -58,20 +62,27 @@ __global__ void __launch_bounds__(MmaTile<D, kTiles, kResident>::kThreads, mmaMi
 }
 
 template <DType D> void launchMmaGated(Stream& stream, GatedProduct p) {
-    withMmaTiles<D>(stream, p.rows, p.cols, [&](auto shape) {
-        using Shape = decltype(shape);
-        using Tile = MmaTile<D, Shape::kTiles, Shape::kResident>;
-        const int64_t columnTiles = (p.rows + Tile::kColumns - 1) / Tile::kColumns,
-                      atOnce = int64_t{stream.device().multiprocessors} * mmaMinBlocks(Shape::kTiles);
-        const auto count = [&](int64_t groups) {
-            return (p.hidden + kContractBlock * groups - 1) / (kContractBlock * groups);
-        };
-        p.groups =
-            Shape::kResident ? mmaItems(count, mmaMostItems(true) / 2, mmaStart(true) / 2, columnTiles, atOnce) : 1;
-        const int64_t blocks = count(p.groups);
-        p.ahead = mmaAhead(D, std::min(blocks, atOnce), kMmaRows * Tile::kGroups);
-        launchMma<Tile>(stream, mmaGatedKernel<D, Shape::kTiles, Shape::kResident>, blocks * columnTiles, p);
-    });
+    const auto count = [&](int64_t groups) {
+        return (p.hidden + kContractBlock * groups - 1) / (kContractBlock * groups);
+    };
+    // Rows of both matrices.
+    const auto countRows = [&](int64_t rows) { return (2 * p.hidden + rows - 1) / rows; };
+    withMmaTile<D>(stream, {p.rows, p.cols, p.x.quantized.wide != nullptr}, (kContractBlock + 4) * sizeof(float),
+                   countRows, [&](auto shape) {
+                       using Tile = typename decltype(shape)::Tile;
+                       const int64_t columnTiles = (p.rows + Tile::kColumns - 1) / Tile::kColumns,
+                                     atOnce = int64_t{stream.device().multiprocessors} * Tile::kMinBlocks;
+                       // Runs of 32 rows have this many items.
+                       constexpr int kItems = kContractBlock / (kMmaRows * Tile::kPairs);
+                       constexpr bool kMany = Tile::kResident || Tile::kIsWide;
+                       p.groups = kMany ? mmaItems(count, mmaMostItems(Tile::kResident) / kItems,
+                                                   mmaStart(Tile::kResident) / kItems, columnTiles, atOnce)
+                                        : 1;
+                       const int64_t blocks = count(p.groups);
+                       p.ahead = mmaAhead(D, std::min(blocks, atOnce), kMmaRows * Tile::kGroups);
+                       if (Tile::kIsWide) arrangeColumns(stream, p.x.quantized, p.rows, p.cols);
+                       launchMma<Tile>(stream, mmaGatedKernel<Tile>, blocks * columnTiles, p);
+                   });
 }
 
 }  // namespace sharpi::cuda

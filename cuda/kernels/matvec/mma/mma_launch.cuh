@@ -1,43 +1,84 @@
-// What the launches of tensor-core products share: how many columns a block has, and what it prefetches.
+// What the launches of tensor-core products share: which tile a block has, and what it prefetches.
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 
 #include "kernels/matvec/mma/mma_tile.cuh"
+#include "kernels/matvec/mma/wide_tile.cuh"
 
 namespace sharpi::cuda {
 
 // Shared memory of a kernel besides its MmaTile.
 constexpr int kMmaSpareShared = 5 * 1024;
 
-constexpr int mmaMinBlocks(int tiles) { return tiles == 1 ? 2 : 1; }
-
-// Template arguments of MmaTile.
-template <int tiles, bool resident> struct MmaShape {
-    static constexpr int kTiles = tiles;
-    static constexpr bool kResident = resident;
+// The tile of a launch, as an argument of a callable.
+template <typename T> struct MmaShape {
+    using Tile = T;
 };
 
-// Calls f(MmaShape{}) with the tiles of eight columns that a block has for `rows` rows. Rare types have no kernels for
-// two tiles, and no resident ones. Devices with less shared memory have fewer tiles, and more blocks.
-template <DType D, typename F> void withMmaTiles(const Stream& stream, int rows, int cols, F&& f) {
-    const auto fits = [&](int64_t bytes) {
-        return bytes + kMmaSpareShared <= static_cast<int64_t>(stream.device().sharedPerBlock);
+// What a wide tile costs beside others: its time for a row of weights and a column. Small tiles unpack and copy more
+// for each product. Large ones read shorter pieces of memory, which takes longer the more planes a type has.
+template <DType D, bool isLarge> constexpr double wideCost() {
+    return !isLarge ? 1.16 : PlanesOf<D>::template kBytes<2> != 0 ? 1.25 : 1.0;
+}
+
+// Calls f(MmaShape<Tile>{}) with the wide tile whose rounds of blocks cost least, and returns true; or returns false,
+// if none fits in the device's shared memory. fits(bytes, columns); count(rows): the tiles of so many weight rows.
+template <DType D, typename Fits, typename Count, typename F>
+bool withWideTile(const Stream& stream, int rows, int cols, const Fits& fits, const Count& count, F&& f) {
+    using Large = WideTile<D, 2, 2>;
+    using Small = WideTile<D, 1, 1>;
+    const int64_t atOnce = stream.device().multiprocessors;
+    const auto cost = [&](auto shape, double factor) {
+        using Tile = typename decltype(shape)::Tile;
+        const int64_t tiles = count(Tile::kRows) * ((rows + Tile::kColumns - 1) / Tile::kColumns);
+        return static_cast<double>((tiles + atOnce - 1) / atOnce) * (Tile::kRows * Tile::kColumns) * factor;
     };
-    const bool fitsFour = fits(MmaTile<D, 4>::sharedBytes(cols));
-    if constexpr (!isRareType(D)) {
-        // Two blocks of one tile share a multiprocessor.
-        const bool isSmall = 2 * (MmaTile<D, 1, true>::sharedBytes(cols) + kMmaSpareShared) <=
-                             static_cast<int64_t>(stream.device().sharedPerMultiprocessor);
-        if (rows <= 8 && isSmall && fits(MmaTile<D, 1, true>::sharedBytes(cols))) return f(MmaShape<1, true>{});
-        if (rows > 8 && rows <= 16 && fits(MmaTile<D, 2, true>::sharedBytes(cols))) return f(MmaShape<2, true>{});
-        if (rows > 16 && fits(MmaTile<D, 4, true>::sharedBytes(cols))) return f(MmaShape<4, true>{});
-        if (rows > 8 && (rows <= 16 || !fitsFour) && fits(MmaTile<D, 2>::sharedBytes(cols)))
-            return f(MmaShape<2, false>{});
+    const bool canBeLarge = Large::takes(cols) && fits(Large::sharedBytes(cols), Large::kColumns),
+               canBeSmall = Small::takes(cols) && fits(Small::sharedBytes(cols), Small::kColumns);
+    if (canBeLarge && (!canBeSmall ||
+                       cost(MmaShape<Large>{}, wideCost<D, true>()) <= cost(MmaShape<Small>{}, wideCost<D, false>()))) {
+        f(MmaShape<Large>{});
+        return true;
     }
-    if (rows > 8 && fitsFour) return f(MmaShape<4, false>{});
-    f(MmaShape<1, false>{});
+    if (canBeSmall) f(MmaShape<Small>{});
+    return canBeSmall;
+}
+
+// What a tile is chosen for.
+struct MmaCall {
+    int rows, cols;   // of activations
+    bool canArrange;  // there is room for WideColumns
+};
+
+// Calls f(MmaShape<Tile>{}) with the tile for a call. Rare types have no kernels for two tiles of eight columns, no
+// resident and no wide ones. Devices with less shared memory have fewer tiles, and more blocks. sparePerColumn: bytes
+// of shared memory that the kernel takes besides the tile's.
+template <DType D, typename Count, typename F>
+void withMmaTile(const Stream& stream, const MmaCall& call, size_t sparePerColumn, const Count& count, F&& f) {
+    const int rows = call.rows, cols = call.cols;
+    const auto most = static_cast<int64_t>(stream.device().sharedPerBlock);
+    const auto fits = [&](int64_t bytes, int columns) {
+        return bytes + static_cast<int64_t>(sparePerColumn) * columns <= most;
+    };
+    if constexpr (!isRareType(D)) {
+        using Small = MmaTile<D, 1, true>;
+        using Two = MmaTile<D, 2>;
+        using ResidentTwo = MmaTile<D, 2, true>;
+        // Two blocks of one tile share a multiprocessor.
+        const bool isSmall = 2 * (Small::sharedBytes(cols) + kMmaSpareShared) <=
+                             static_cast<int64_t>(stream.device().sharedPerMultiprocessor);
+        if (rows <= 8 && isSmall && fits(Small::sharedBytes(cols), 8)) return f(MmaShape<Small>{});
+        if (rows > kNarrowRows && call.canArrange && withWideTile<D>(stream, rows, cols, fits, count, f)) return;
+        if (rows > 8 && rows <= kNarrowRows && fits(ResidentTwo::sharedBytes(cols), 16))
+            return f(MmaShape<ResidentTwo>{});
+        if (rows > 8 && fits(Two::sharedBytes(cols), 16)) return f(MmaShape<Two>{});
+    } else {
+        using Four = MmaTile<D, 4>;
+        if (rows > 8 && fits(Four::sharedBytes(cols), 32)) return f(MmaShape<Four>{});
+    }
+    f(MmaShape<MmaTile<D, 1>>{});
 }
 
 // The items of a block with which the rounds of blocks cost least. count(items) says how many blocks there are then.

@@ -47,11 +47,13 @@ template <DType D> struct MmaNumbers {
     struct Columns {
         float scale[2], unbias[2], sum0[2], sum1[2];
     };
-    static __device__ __forceinline__ Columns readColumns(uint32_t at) {
+    // The fields of sums are at at + sums and behind it, one every `apart` bytes.
+    static __device__ __forceinline__ Columns readColumns(uint32_t at, int sums = kFieldBytes,
+                                                          int apart = kFieldBytes) {
         Columns x = {};
         readShared(at, x.scale);
-        if constexpr (kColumnFields > 1) readShared(at + kFieldBytes, x.sum0);
-        if constexpr (kColumnFields > 2) readShared(at + 2 * kFieldBytes, x.sum1);
+        if constexpr (kColumnFields > 1) readShared(at + sums, x.sum0);
+        if constexpr (kColumnFields > 2) readShared(at + sums + apart, x.sum1);
 #pragma unroll
         for (int c = 0; c < 2; ++c) x.unbias[c] = __fmul_rn(x.scale[c], -kIntegerBias);
         return x;
@@ -92,19 +94,20 @@ template <DType D, int kTiles, bool isResident> struct MmaLayout {
     static constexpr int kStride = kNeighbours * kSlices;
     // Groups of a block, and of a warp. A warp that has both groups reads the activations once for both, but needs
     // registers for the accumulators of both, and there are half as many warps to hide what loads take.
-    static constexpr int kGroups = 2;
+    static constexpr int kGroups = 2, kPairs = kGroups / 2;
     static constexpr int kOwn = kTiles == 4 || (kTiles == 2 && isResident) ? 2 : 1;
     static constexpr bool kResident = isResident;
     static constexpr int kWarps = kSlices * kGroups / kOwn;
     static constexpr int kThreads = 32 * kWarps;
-    static constexpr int kItemsAhead = 2;  // that a resident tile prefetches into the L2 cache
+    static constexpr int kMinBlocks = kTiles == 1 ? 2 : 1;  // of a multiprocessor
+    static constexpr int kItemsAhead = 2;                   // that a resident tile prefetches into the L2 cache
     static constexpr int kColumns = kMmaColumns * kTiles;
     // The sums of an item are joined in rounds of at most two tiles, to save shared memory.
     static constexpr int kRoundTiles = kTiles == 1 ? 1 : 2;
     static constexpr int kRounds = kTiles / kRoundTiles;
     static_assert(kRounds * kRoundTiles == kTiles);
 
-    static constexpr int kPairs = kMmaRows * kBlocks / 32;  // blocks that a lane loads in a step
+    static constexpr int kUnits = kMmaRows * kBlocks / 32;  // blocks that a lane loads in a step
     static constexpr int kTeam = 32 * kGroups / kOwn;
     // Codes are rows of 2 * kBlocks chunks of 16 bytes: the first halves of all blocks, then the second. Chunks are
     // swizzled by the row's number, so that ldmatrix finds eight rows in different banks.

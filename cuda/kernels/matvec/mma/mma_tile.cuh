@@ -25,8 +25,7 @@
 // How to use it: a kernel of MmaTile::kThreads threads and sharedBytes() of dynamic shared memory (aligned to 128
 // bytes) makes an MmaTile, calls start() before waitForPrevious() and run() after it. Its callables say where each
 // item's rows lie and which rows of activations are its columns. run() calls done(item, round) when the sums of an
-// item, or a part of them, are ready. There, forValues() visits the thread's share of them, and sumOf() returns one, of
-// its own or any other group.
+// item, or a part of them, are ready. There, forSums() or forPairs() visits the thread's share of them.
 #pragma once
 
 #include "kernels/matvec/mma/mma_layout.cuh"
@@ -59,12 +58,12 @@ template <DType D, int kTiles, bool isResident = false> class MmaTile : MmaLayou
     using Layout::kNumberBytes;
     using Layout::kOwn;
     using Layout::kPairBlocks;
-    using Layout::kPairs;
     using Layout::kStageBytes;
     using Layout::kStages;
     using Layout::kStride;
     using Layout::kTeam;
     using Layout::kTileBytes;
+    using Layout::kUnits;
     using Layout::kWarpBytes;
     using Layout::kWarps;
     using Layout::member;
@@ -74,12 +73,16 @@ template <DType D, int kTiles, bool isResident = false> class MmaTile : MmaLayou
     using Layout::sumOffset;
 
 public:
+    static constexpr DType kType = D;
+    static constexpr bool kIsWide = false;
     using Numbers = MmaNumbers<D>;
     using Weights = Steps<D>;
     using Layout::kBlocks;
     using Layout::kColumns;
     using Layout::kGroups;
     using Layout::kItemsAhead;
+    using Layout::kMinBlocks;
+    using Layout::kPairs;
     using Layout::kResident;
     using Layout::kRounds;
     using Layout::kRoundTiles;
@@ -92,7 +95,7 @@ public:
     using Layout::warp;
 
     // shared: sharedBytes(cols), aligned to 128 bytes.
-    __device__ __forceinline__ MmaTile(uint8_t* shared, int cols, int items)
+    __device__ __forceinline__ MmaTile(uint8_t* shared, int cols, int items, int = 0)
         : _units(cols / kContractBlock), _items(items), _shared(sharedAddress(shared)) {
         const int begin = blockAt(slice(), 0);
         _steps = (_units - begin + kContractAccumulators - 1) / kContractAccumulators;
@@ -162,8 +165,21 @@ public:
         }
     }
 
-    // Calls f(group, row, column, value) for this thread's share of the sums of the first kVisited groups in a round.
-    // sumOf() takes `value`.
+    // Calls f(group, row, column, sum) for this thread's share of an item's sums in a round.
+    template <typename Visit> __device__ __forceinline__ void forSums(int round, const Visit& f) const {
+        forValues<kGroups>(
+            round, [&](int group, int row, int column, int value) { f(group, row, column, sumOf(group, value)); });
+    }
+    // The same for the sums of two groups at once: f(pair, row, column, first, second).
+    template <typename Visit> __device__ __forceinline__ void forPairs(int round, const Visit& f) const {
+        static_assert(kPairs == 1);
+        forValues<1>(round, [&](int pair, int row, int column, int value) {
+            f(pair, row, column, sumOf(0, value), sumOf(1, value));
+        });
+    }
+
+private:
+    // Calls f(group, row, column, value) for this thread's share of the first kVisited groups. sumOf() takes `value`.
     template <int kVisited, typename Visit>
     static __device__ __forceinline__ void forValues(int round, const Visit& f) {
         constexpr int kValues = kRoundTiles * 4, kAll = kValues * kVisited;
@@ -188,7 +204,6 @@ public:
         return tree<kStride / 2>(v);
     }
 
-private:
     static constexpr int kGroupBytes = kSlices * kWarpBytes;  // from a group's shared memory to the next
 
     // The upper levels of the contract's tree.
@@ -207,7 +222,7 @@ private:
             const MmaRows<D> rows = place(item, group() + own);
             _base[own] = rows.base;
 #pragma unroll
-            for (int i = 0; i < kPairs; ++i)
+            for (int i = 0; i < kUnits; ++i)
                 _first[own][i] =
                     static_cast<uint32_t>(min(rows.row + rowOfPair(i), rows.last)) * static_cast<uint32_t>(_units);
         }
@@ -219,7 +234,7 @@ private:
 #pragma unroll
         for (int own = 0; own < kOwn; ++own)
 #pragma unroll
-            for (int i = 0; i < kPairs; ++i)
+            for (int i = 0; i < kUnits; ++i)
                 _raw[own][i] = F::loadAt(PlanesOf<D>::at(_base[own], _first[own][i] + min(b, _units - 1)), at % 8);
         if (++_nextStep < _steps) return;
         _nextStep = 0;
@@ -243,7 +258,7 @@ private:
             const uint32_t numbers =
                 _staged + own * kGroupBytes + kCodeBytes + block() * kNumberBytes + rowOfPair(0) * Numbers::kFields * 4;
 #pragma unroll
-            for (int i = 0; i < kPairs; ++i) {
+            for (int i = 0; i < kUnits; ++i) {
                 uint32_t q[8];
                 Numbers::codes(_raw[own][i], q);
                 const uint32_t to = kBlocks == 8 ? moved(codes, 4 * i) : moved(codes, 8 * i);
@@ -434,8 +449,8 @@ private:
     uint32_t _unpacked;                             // where the lane writes its first block's codes
     uint32_t _copied, _copiedEnd, _columns, _ends;  // in the first stage: what the thread copies, and what it reads
     typename Weights::Base _base[kOwn];
-    Raw _raw[kOwn][kPairs];
-    uint32_t _first[kOwn][kPairs];  // the first blocks of the lane's rows
+    Raw _raw[kOwn][kUnits];
+    uint32_t _first[kOwn][kUnits];  // the first blocks of the lane's rows
     uint32_t _chunk[kChunks], _end[kEnds];
     int _nextItem = 0, _nextStep = 0;                  // the weights to load next
     int _copyItem = 0, _copyStep = 0, _copyStage = 0;  // the activations to copy next, and where to

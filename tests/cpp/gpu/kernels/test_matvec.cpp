@@ -19,8 +19,8 @@ namespace {
 using reference::Fill;
 
 // Each number of rows up to a tile of the tensor cores, and those around the sizes of larger kernels.
-constexpr int64_t kRowCounts[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64};
-static_assert(kMaxMatvecRows == 64);
+constexpr int64_t kRowCounts[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 130};
+static_assert(kNarrowRows == 16 && kWideRows == 64);
 
 std::vector<DType> allTypes() {
     std::vector<DType> types = reference::quantizedTypes();
@@ -294,6 +294,32 @@ TEST_F(MatvecTest, ManyRowsHaveTheCpusBits) {
         for (const int64_t rows : {1, 4, 40})
             checkProduct(w, inputs(rows, 256, info(type).isFloat), randomFloats(50021));
     }
+}
+
+// Matrices for which each kind of wide tile takes least: so many rows that its blocks fill the device once.
+TEST_F(MatvecTest, WideTilesHaveTheCpusBits) {
+    const int64_t blocks = stream().device().multiprocessors;
+    for (const DType type : {DType::Q4_K, DType::Q6_K, DType::Q8_0, DType::Q2_K, DType::MXFP4})
+        for (const int64_t tile : {32, 64, 128})
+            for (const int64_t cols : {512, 2048 + 256}) {
+                const Weights w = weights(type, blocks * tile - 5, cols);
+                for (const int64_t rows : {17, 32, 48, 64, 100})
+                    checkProduct(w, inputs(rows, cols, false), randomFloats(static_cast<size_t>(w.rows)));
+            }
+}
+
+// The most rows of one call.
+TEST_F(MatvecTest, TakesItsMostRowsWithTheCpusBits) {
+    for (const DType type : {DType::Q4_K, DType::Q5_0, DType::IQ3_S})
+        checkProduct(weights(type, 97, 1024), inputs(kMaxMatvecRows, 1024, false), {});
+}
+
+// Blocks of 32 that are not a whole run of a tile's.
+TEST_F(MatvecTest, OddNumbersOfBlocksHaveTheCpusBits) {
+    for (const DType type : {DType::Q4_0, DType::Q8_0, DType::MXFP4})
+        for (const int64_t blocks : {1, 2, 3, 4, 12, 31, 36, 68, 90})
+            for (const int64_t rows : {20, 64})
+                checkProduct(weights(type, 70, 32 * blocks), inputs(rows, 32 * blocks, false), {});
 }
 
 // Activations that do not fit in shared memory.

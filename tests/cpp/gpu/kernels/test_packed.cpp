@@ -219,16 +219,17 @@ std::vector<float> cpuProduct(const Matrix& w, const std::vector<float>& x, cons
 }
 
 TEST_F(PackedTest, ReferenceProductIsTheCpus) {
+    constexpr int kRows = 64;
     for (const DType type : allTypes()) {
         for (const Shape shape : shapesOf(type)) {
             const std::vector<uint8_t> file = weights(type, shape, Fill::Random);
             const DeviceArray<uint8_t> source(file);
-            std::vector<float> x = randomFloats(static_cast<size_t>(kMaxMatvecRows * shape.cols));
+            std::vector<float> x = randomFloats(static_cast<size_t>(kRows * shape.cols));
             std::fill_n(x.begin(), 32, 0.0f);
-            const Inputs in(x, kMaxMatvecRows, shape.cols);
+            const Inputs in(x, kRows, shape.cols);
             const std::vector<float> bias = randomFloats(static_cast<size_t>(shape.rows));
             const DeviceArray<float> deviceBias(bias);
-            for (int count = 1; count <= kMaxMatvecRows; count += 9) {
+            for (int count = 1; count <= kRows; count += 9) {
                 SCOPED_TRACE(std::string(info(type).name) + " " + std::to_string(shape.rows) + " x " +
                              std::to_string(shape.cols) + ", " + std::to_string(count) + " rows");
                 const bool biased = count % 2 == 1;
