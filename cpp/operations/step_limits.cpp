@@ -30,6 +30,12 @@ void addLimits(StepLimits& limits, const CompressorSpec& c, std::vector<Attentio
     reaches.push_back({c.span(), 0});
 }
 
+// Blocks of the tokens that a sequence has pages for.
+int64_t blocksIn(const StepLimits& limits, const CompressorSpec& c) {
+    const int64_t pages = (limits.context + limits.pageTokens - 1) / limits.pageTokens;
+    return pages * limits.pageTokens / c.blockTokens;
+}
+
 // What the layers of some families have besides.
 void addFurtherLimits(StepLimits& limits, const AttentionSpec& a, const ModelSpec& spec,
                       std::vector<AttentionReach>& reaches) {
@@ -40,14 +46,19 @@ void addFurtherLimits(StepLimits& limits, const AttentionSpec& a, const ModelSpe
         limits.groupWidth = std::max(limits.groupWidth, int64_t{a.heads} * a.headDim / a.outputGroups);
         limits.headValueWidth = std::max(limits.headValueWidth, rowsOf(spec, a.outputDown));
     }
-    if (a.compressor) addLimits(limits, *a.compressor, reaches);
+    if (a.outputDown) limits.blockWindow = std::max(limits.blockWindow, a.reach.window);
+    if (a.compressor) {
+        addLimits(limits, *a.compressor, reaches);
+        const int64_t all = blocksIn(limits, *a.compressor), topK = a.indexer ? a.indexer->topK : all;
+        limits.seenBlocks = std::max(limits.seenBlocks, std::min(all, topK));
+    }
     if (!a.indexer) return;
     const IndexerSpec& indexer = *a.indexer;
     addLimits(limits, indexer.compressor, reaches);
     limits.indexHeads = std::max(limits.indexHeads, indexer.heads);
     limits.indexWidth = std::max(limits.indexWidth, int64_t{indexer.heads} * indexer.compressor.headDim);
     limits.topK = std::max(limits.topK, indexer.topK);
-    limits.blocks = std::max(limits.blocks, limits.context / indexer.compressor.blockTokens);
+    limits.blocks = std::max(limits.blocks, blocksIn(limits, indexer.compressor));
 }
 
 void addLimits(StepLimits& limits, const AttentionSpec& a) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "kernels/attention/attention.h"
+#include "kernels/blocks/blocks.h"
 #include "kernels/experts/expert_cache.h"
 #include "kernels/experts/router.h"
 #include "kernels/formats/packed_shape.h"
@@ -54,7 +55,8 @@ GpuScratch::GpuScratch(const StepLimits& l)
     batch = numbers(room);
     takeAlways(l);
     takeExperts(l);
-    // What a mixer works in is free again when the feed-forward part begins; a draft is joined before either.
+    // What a mixer works in is free again when the feed-forward part begins; a draft is joined before either, and
+    // streams are normalized between them.
     const ScratchLayout before = _layout;
     takeMixer(l);
     const ScratchLayout mixer = _layout;
@@ -62,7 +64,11 @@ GpuScratch::GpuScratch(const StepLimits& l)
     takeFeed(l);
     const ScratchLayout feed = _layout;
     _layout = before;
+    takeStreams(l);
+    const ScratchLayout streams = _layout;
+    _layout = before;
     takeJoined(l);
+    _layout.cover(streams);
     _layout.cover(mixer);
     _layout.cover(feed);
 }
@@ -79,7 +85,8 @@ void GpuScratch::takeAlways(const StepLimits& l) {
     logits = _layout.floats(headRows * l.vocab);
     input(RowInput::Normed) = {takeExact(exactRows, l.embedding), takeHalves(fastRows * l.embedding, _splitRows)};
     const cuda::HeadShape heads{l.heads, l.kvHeads, l.headDim};
-    attention = _layout.take(cuda::decodeAttentionBytes(exactRows, heads));
+    // Layers with grouped outputs have attention of their own.
+    attention = _layout.take(l.outputGroups ? cuda::kDecodeCounterBytes : cuda::decodeAttentionBytes(exactRows, heads));
     deltaReaderBytes = l.deltaHeads ? cuda::deltaStepBytes(batch.layout->room().sequences, deltaShape(l)) : 0;
     deltaReaders = _layout.take(deltaReaderBytes);
     sampling = _layout.take(cuda::samplingScratchBytes(l.vocab));
@@ -126,7 +133,16 @@ void GpuScratch::takeMixer(const StepLimits& l) {
     const int64_t width = std::max(l.queryWidth, l.deltaWidth);
     rows.take(_layout, l, RowBuffer::GatedQueries, RowBuffer::DeltaSteps);
     input(RowInput::Attended).exact = takeExact(exactRows, width);
+    if (l.outputGroups) takeBlocks(l);
     if (fastRows) takeFastMixer(l);
+}
+
+void GpuScratch::takeBlocks(const StepLimits& l) {
+    const int64_t segments = cuda::blockSegments(l.seenBlocks, {l.blockWindow, 0}, batch.layout->room().pages);
+    const cuda::HeadShape shape{l.heads, l.kvHeads, l.headDim};
+    blockAttentionBytes = cuda::blockAttentionScratch(l.maxRows, shape, segments);
+    blockAttention = _layout.take(blockAttentionBytes);
+    indexScores = _layout.take(cuda::indexScoreBytes(l.maxRows, l.blocks));
 }
 
 void GpuScratch::takeFastMixer(const StepLimits& l) {
@@ -153,6 +169,11 @@ void GpuScratch::takeFeed(const StepLimits& l) {
                                                     cuda::quantizedRowsBytes(exactPairs, l.expertHidden),
                                                     cuda::quantizedRowsBytes(exactRows, l.sharedHidden)}));
     hidden.fast = takeHalves(widest(fastRows, fastPairs), _splitRows);
+}
+
+void GpuScratch::takeStreams(const StepLimits& l) {
+    const int64_t width = l.streams * l.embedding;
+    if (width) input(RowInput::Streams) = {takeExact(exactRows, width), takeHalves(fastRows * width, _splitRows)};
 }
 
 void GpuScratch::takeJoined(const StepLimits& l) {

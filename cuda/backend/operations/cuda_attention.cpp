@@ -66,6 +66,7 @@ void attendFast(CudaPass& pass, const HeadsCall& call, const KvPages& pages, con
 }  // namespace
 
 void CudaOperations::prepareHeads(const HeadsCall& call, const KvPages& pages) {
+    if (CudaBlocks::has(call)) return _blocks.prepareHeads(call, pages);
     const int64_t width = int64_t{call.heads} * pages.headDim, kvWidth = int64_t{pages.kvHeads} * pages.headDim;
     const int64_t exact = _pass.exactRows();
     float *const q = _pass.floats(RowBuffer::Queries), *const k = _pass.floats(RowBuffer::Keys),
@@ -84,6 +85,7 @@ void CudaOperations::prepareHeads(const HeadsCall& call, const KvPages& pages) {
 }
 
 void CudaOperations::attend(const HeadsCall& call, const KvPages& pages, const Weight& reader) {
+    if (CudaBlocks::has(call)) return _blocks.attend(call, pages, reader);
     const Activations& attended = _pass.shape(RowInput::Attended, {reader}, reader.cols);
     if (_pass.exactRows()) attendExact(_pass, call, pages, reader, attended);
     if (_pass.fastRows()) attendFast(_pass, call, pages, attended);
