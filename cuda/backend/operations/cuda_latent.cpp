@@ -10,7 +10,7 @@ namespace {
 
 }  // namespace
 
-void CudaOperations::takeRows(const TakenRows&, RowInput, const Weight&) { refuse(); }
+void CudaOperations::takeRows(const TakenRows&, RowInput, Readers) { refuse(); }
 
 void CudaOperations::linearByHead(RowInput, const HeadProduct&) { refuse(); }
 
