@@ -5,6 +5,7 @@
 
 #include "core/error.h"
 #include "kernels/attention/attention.h"
+#include "kernels/attention/latent_shape.h"
 #include "kernels/delta/gated_delta.h"
 #include "kernels/experts/router.h"
 #include "plan/gpu_scratch.h"
@@ -26,6 +27,11 @@ void requireNorms(const AttentionSpec& a) {
     const bool valuesAreKeys = !a.v && a.kvLayer < 0;
     require(a.qkNorm != AttentionSpec::QkNorm::FullRow || !(a.normAfterRotation || a.valueNorm || valuesAreKeys),
             "norms of all queries together after their rotation, or beside norms of values or values that are keys");
+}
+
+void requireLatent(const AttentionSpec& a) {
+    require(!a.gated && a.qkNorm == AttentionSpec::QkNorm::None, "latent attention with gates or norms of heads");
+    cuda::requireLatent({a.heads, a.latent->rank, a.headDim - a.latent->rank, a.latent->plainDim});
 }
 
 void requireExperts(const ExpertFfnSpec& experts) {
@@ -56,9 +62,9 @@ public:
             if (layer->experts) requireExperts(*layer->experts);
             if (layer->attention) {
                 const AttentionSpec& a = *layer->attention;
-                require(!a.latent, "latent attention");
                 require(!a.outputDown, "outputs of low rank");
-                cuda::requireHeads({a.heads, a.kvHeads, a.headDim});
+                if (a.latent) requireLatent(a);
+                else cuda::requireHeads({a.heads, a.kvHeads, a.headDim});
                 requireNorms(a);
             }
             require(!layer->mamba, "Mamba 2");

@@ -78,6 +78,7 @@ private:
     void takeAlways(const StepLimits& limits);
     void takeExperts(const StepLimits& limits);
     void takeMixer(const StepLimits& limits);
+    void takeLatent(const StepLimits& limits);
     void takeFastMixer(const StepLimits& limits);
     void takeFeed(const StepLimits& limits);
     void takeJoined(const StepLimits& limits);
