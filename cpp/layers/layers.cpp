@@ -80,7 +80,7 @@ HeadsCall headsOf(const LayerContext& context, const AttentionSpec& a) {
     heads.sinks = w[a.sinks];
     heads.rotatesBack = a.rotatesBack;
     if (a.compressor) heads.blocks = &context.kv.layer(context.spec.extraCache(a.compressor->firstCache + 1));
-    if (a.indexer) heads.topK = a.indexer->topK;
+    if (a.indexer) heads.topK = context.limits.mostChosen(*a.indexer);
     return heads;
 }
 
@@ -183,7 +183,8 @@ void chooseBlocks(const LayerContext& context, const AttentionSpec& a) {
     context.ops.linear(RowInput::Normed, {{w[indexer.weights], nullptr, RowBuffer::IndexWeights}});
     context.ops.linear(RowInput::LowRank, {{w[indexer.queries], nullptr, RowBuffer::IndexQueries}});
     const KvPages& rows = context.kv.layer(context.spec.extraCache(indexer.compressor.firstCache + 1));
-    context.ops.blocks().choose({indexer.heads, indexer.topK, indexer.scale, w.rope(a.rope), rows});
+    context.ops.blocks().choose(
+        {indexer.heads, context.limits.mostChosen(indexer), indexer.scale, w.rope(a.rope), rows});
 }
 
 // x += output(outputDown(attention(norm(x)))): queries of low rank, one key for all heads that is the value too,

@@ -30,12 +30,6 @@ void addLimits(StepLimits& limits, const CompressorSpec& c, std::vector<Attentio
     reaches.push_back({c.span(), 0});
 }
 
-// Blocks of the tokens that a sequence has pages for.
-int64_t blocksIn(const StepLimits& limits, const CompressorSpec& c) {
-    const int64_t pages = (limits.context + limits.pageTokens - 1) / limits.pageTokens;
-    return pages * limits.pageTokens / c.blockTokens;
-}
-
 // What the layers of some families have besides.
 void addFurtherLimits(StepLimits& limits, const AttentionSpec& a, const ModelSpec& spec,
                       std::vector<AttentionReach>& reaches) {
@@ -49,7 +43,7 @@ void addFurtherLimits(StepLimits& limits, const AttentionSpec& a, const ModelSpe
     if (a.outputDown) limits.blockWindow = std::max(limits.blockWindow, a.reach.window);
     if (a.compressor) {
         addLimits(limits, *a.compressor, reaches);
-        const int64_t all = blocksIn(limits, *a.compressor), topK = a.indexer ? a.indexer->topK : all;
+        const int64_t all = limits.blocksOf(a.compressor->blockTokens), topK = a.indexer ? a.indexer->topK : all;
         limits.seenBlocks = std::max(limits.seenBlocks, std::min(all, topK));
     }
     if (!a.indexer) return;
@@ -57,8 +51,8 @@ void addFurtherLimits(StepLimits& limits, const AttentionSpec& a, const ModelSpe
     addLimits(limits, indexer.compressor, reaches);
     limits.indexHeads = std::max(limits.indexHeads, indexer.heads);
     limits.indexWidth = std::max(limits.indexWidth, int64_t{indexer.heads} * indexer.compressor.headDim);
-    limits.topK = std::max(limits.topK, indexer.topK);
-    limits.blocks = std::max(limits.blocks, blocksIn(limits, indexer.compressor));
+    limits.topK = std::max(limits.topK, limits.mostChosen(indexer));
+    limits.blocks = std::max(limits.blocks, limits.blocksOf(indexer.compressor.blockTokens));
 }
 
 void addLimits(StepLimits& limits, const AttentionSpec& a) {

@@ -2,6 +2,7 @@
 // count the same buffers from the same limits.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -51,6 +52,14 @@ struct StepLimits {
     KvType kvType = KvType::BF16;
     PromptMode prompt = PromptMode::Fast;
 
+    // Blocks of the tokens that a sequence has pages for.
+    int64_t blocksOf(int32_t blockTokens) const {
+        return (context + pageTokens - 1) / pageTokens * pageTokens / blockTokens;
+    }
+    // Those of them that a row chooses.
+    int32_t mostChosen(const IndexerSpec& indexer) const {
+        return static_cast<int32_t>(std::min<int64_t>(indexer.topK, blocksOf(indexer.compressor.blockTokens)));
+    }
     int32_t expertLayerCount() const { return static_cast<int32_t>(expertLayers.size()); }
 };
 

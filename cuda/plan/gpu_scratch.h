@@ -79,7 +79,9 @@ private:
     void takeAlways(const StepLimits& limits);
     void takeExperts(const StepLimits& limits);
     void takeMixer(const StepLimits& limits);
+    void takeLatent(const StepLimits& limits);
     void takeFastMixer(const StepLimits& limits);
+    void takeLowRank(const StepLimits& limits);
     void takeBlocks(const StepLimits& limits);
     void takeStreams(const StepLimits& limits);
     void takeFeed(const StepLimits& limits);

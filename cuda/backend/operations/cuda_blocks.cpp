@@ -41,11 +41,10 @@ void CudaBlocks::prepareHeads(const HeadsCall& call, const KvPages& pages) {
                             shapeOf(call, pages), how, _pass.view.allOf(pages), pages);
 }
 
-// Results take the place of the queries.
+// Results take the place of the queries. Each group of heads is a row for the product with `reader`.
 void CudaBlocks::attend(const HeadsCall& call, const KvPages& pages, const Weight& reader) {
-    const int64_t width = int64_t{call.heads} * pages.headDim, pieces = width / reader.cols;
-    const int64_t exact = _pass.exactRows();
-    const Activations& attended = _pass.shape(RowInput::Attended, {reader}, reader.cols, pieces);
+    const int64_t pieces = int64_t{call.heads} * pages.headDim / reader.cols;
+    const Activations& attended = _pass.shapePieces(RowInput::Attended, reader, pieces);
     float* const q = _pass.floats(RowBuffer::Queries);
     cuda::SeenBlocks seen;
     if (call.blocks) seen.rows = pagedRows(_pass, *call.blocks);
@@ -57,9 +56,7 @@ void CudaBlocks::attend(const HeadsCall& call, const KvPages& pages, const Weigh
     cuda::attendBlocks(_pass.stream, q, shapeOf(call, pages), rule, _pass.view.allOf(pages), pages, seen,
                        partOf(call.rope, pages.headDim), _pass.at<uint8_t>(_pass.layout->blockAttention),
                        _pass.layout->blockAttentionBytes, q);
-    cuda::convertRows(_pass.stream, q, exact * pieces, reader.cols, attended.exact);
-    cuda::convertRows(_pass.stream, q + exact * width, _pass.fastRows() * pieces, reader.cols,
-                      {nullptr, {}, attended.fast});
+    cuda::convertRows(_pass.stream, q, _pass.view.rows * pieces, reader.cols, attended.exact);
 }
 
 }  // namespace sharpi

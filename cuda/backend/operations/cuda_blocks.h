@@ -1,5 +1,5 @@
 // Compressed keys on the GPU: rows of blocks of tokens, the choice among them, and attention over them and a window.
-// They have one arithmetic: exact and fast rows differ only in the form in which products read what comes out.
+// They have one arithmetic for exact and fast rows.
 #pragma once
 
 #include "backend/cuda_pass.h"

@@ -34,7 +34,7 @@ FLOORS = (
     ("cpp/operations",),
     ("cpp/placement",),
     ("cpp/experts",),
-    ("cuda/kernels/blocks", "cuda/kernels/delta", "cuda/kernels/experts", "cuda/kernels/streams"),
+    ("cuda/kernels/blocks", "cuda/kernels/delta", "cuda/kernels/experts", "cuda/kernels/latent", "cuda/kernels/streams"),
     ("cuda/kernels/attention",),
     ("cuda/kernels/matmul",),
     ("cuda/kernels/matvec",),
