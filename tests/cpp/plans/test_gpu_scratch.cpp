@@ -63,6 +63,13 @@ int64_t numberBytes(const GpuScratch::Numbers& numbers) { return kInt * numbers.
 
 const GpuScratch::Input& input(const GpuScratch& s, RowInput which) { return s.inputs[static_cast<size_t>(which)]; }
 
+int64_t attentionBytes(const GpuScratch& s, const StepLimits& l) {
+    if (l.outputGroups) return cuda::kDecodeCounterBytes;
+    return static_cast<int64_t>(l.latentHeads
+                                    ? cuda::latentAttentionBytes(l.maxRows, latentShape(l))
+                                    : cuda::decodeAttentionBytes(s.exactRows, {l.heads, l.kvHeads, l.headDim}));
+}
+
 // What is held all through a pass.
 std::vector<Part> always(const GpuScratch& s, const StepLimits& l) {
     const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows, head = s.headRows,
@@ -78,9 +85,9 @@ std::vector<Part> always(const GpuScratch& s, const StepLimits& l) {
         {"normedQuant", input(s, RowInput::Normed).exact.quantized, quantized(exact, l.embedding)},
         {"normedHi", input(s, RowInput::Normed).fast.hi, kHalf * fast * l.embedding},
         {"normedLo", input(s, RowInput::Normed).fast.lo, split * kHalf * fast * l.embedding},
-        {"attention", s.attention,
-         static_cast<int64_t>(l.latentHeads ? cuda::latentAttentionBytes(rows, latentShape(l))
-                                            : cuda::decodeAttentionBytes(exact, {l.heads, l.kvHeads, l.headDim}))},
+        {"attention", s.attention, attentionBytes(s, l)},
+        {"streams", s.rows[RowBuffer::Streams], kFloat * rows * l.streams * l.embedding},
+        {"streamMix", s.rows[RowBuffer::StreamMix], kFloat * rows * l.streams * (2 + l.streams)},
         {"deltaReaders", s.deltaReaders,
          l.deltaHeads ? static_cast<int64_t>(cuda::deltaStepBytes(std::min<int64_t>(rows, 80), deltaShape())) : 0},
         {"sampling", s.sampling, static_cast<int64_t>(cuda::samplingScratchBytes(l.vocab))},
@@ -139,7 +146,8 @@ std::vector<Part> ofMixer(const GpuScratch& s, const StepLimits& l) {
     };
 }
 
-// In latent attention. Products by head read the exact forms of all rows, plain queries before attention writes its own.
+// In latent attention. Products by head read the exact forms of all rows, plain queries before attention writes its
+// own.
 std::vector<Part> ofLatent(const GpuScratch& s, const StepLimits& l) {
     const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows, heads = rows * l.latentHeads;
     const int64_t split = l.floatWeights ? 1 : 0;
@@ -160,6 +168,49 @@ std::vector<Part> ofLatent(const GpuScratch& s, const StepLimits& l) {
         {"valuesQuant", input(s, RowInput::HeadValues).exact.quantized, quantized(exact, l.headValueWidth)},
         {"valuesHi", input(s, RowInput::HeadValues).fast.hi, kHalf * fast * l.headValueWidth},
         {"valuesLo", input(s, RowInput::HeadValues).fast.lo, split * kHalf * fast * l.headValueWidth},
+    };
+}
+
+// In attention over blocks. The product by group reads the exact forms of all rows.
+std::vector<Part> ofBlocks(const GpuScratch& s, const StepLimits& l) {
+    const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows, groups = rows * l.outputGroups;
+    const int64_t split = l.floatWeights ? 1 : 0;
+    // 100 blocks are a segment, and a window of 128 may begin in the one before its last.
+    const auto oneRow = int64_t{3} * l.heads * (l.headDim + 2) * kFloat;
+    return {
+        {"q", s.rows[RowBuffer::Queries], kFloat * rows * l.queryWidth},
+        {"k", s.rows[RowBuffer::Keys], kFloat * rows * l.kvWidth},
+        {"v", s.rows[RowBuffer::Values], kFloat * rows * l.kvWidth},
+        {"lowRankQueries", s.rows[RowBuffer::LowRankQueries], kFloat * rows * l.queryRank},
+        {"headValues", s.rows[RowBuffer::HeadValues], kFloat * rows * l.headValueWidth},
+        {"compressorKeys", s.rows[RowBuffer::CompressorKeys], kFloat * rows * l.compressorWidth},
+        {"compressorGates", s.rows[RowBuffer::CompressorGates], kFloat * rows * l.compressorWidth},
+        {"indexQueries", s.rows[RowBuffer::IndexQueries], kFloat * rows * l.indexWidth},
+        {"indexWeights", s.rows[RowBuffer::IndexWeights], kFloat * rows * l.indexHeads},
+        {"chosenBlocks", s.rows[RowBuffer::ChosenBlocks], kInt * rows * l.topK},
+        {"attended", input(s, RowInput::Attended).exact.floats, kFloat * groups * l.groupWidth},
+        {"attendedQuant", input(s, RowInput::Attended).exact.quantized, quantized(groups, l.groupWidth)},
+        {"lowRank", input(s, RowInput::LowRank).exact.floats, kFloat * exact * l.queryRank},
+        {"lowRankQuant", input(s, RowInput::LowRank).exact.quantized, quantized(exact, l.queryRank)},
+        {"lowRankHi", input(s, RowInput::LowRank).fast.hi, kHalf * fast * l.queryRank},
+        {"lowRankLo", input(s, RowInput::LowRank).fast.lo, split * kHalf * fast * l.queryRank},
+        {"values", input(s, RowInput::HeadValues).exact.floats, kFloat * exact * l.headValueWidth},
+        {"valuesQuant", input(s, RowInput::HeadValues).exact.quantized, quantized(exact, l.headValueWidth)},
+        {"valuesHi", input(s, RowInput::HeadValues).fast.hi, kHalf * fast * l.headValueWidth},
+        {"valuesLo", input(s, RowInput::HeadValues).fast.lo, split * kHalf * fast * l.headValueWidth},
+        {"segments", s.blockAttention, std::max(oneRow, std::min(oneRow * rows, int64_t{48} << 20))},
+        {"indexScores", s.indexScores, kFloat * std::min<int64_t>(rows, 64) * l.blocks},
+    };
+}
+
+std::vector<Part> ofStreams(const GpuScratch& s, const StepLimits& l) {
+    const int64_t width = l.streams * l.embedding;
+    if (!width) return {};
+    return {
+        {"streamsIn", input(s, RowInput::Streams).exact.floats, kFloat * s.exactRows * width},
+        {"streamsQuant", input(s, RowInput::Streams).exact.quantized, quantized(s.exactRows, width)},
+        {"streamsHi", input(s, RowInput::Streams).fast.hi, kHalf * s.fastRows * width},
+        {"streamsLo", input(s, RowInput::Streams).fast.lo, l.floatWeights ? kHalf * s.fastRows * width : 0},
     };
 }
 
@@ -233,8 +284,19 @@ StepLimits latent(int64_t rows) {
     return l;
 }
 
+StepLimits blocks(int64_t rows) {
+    StepLimits l = withExperts(rows);
+    l.heads = 16, l.kvHeads = 1, l.headDim = 512, l.queryWidth = 16 * 512, l.kvWidth = 512;
+    l.queryRank = 96, l.outputGroups = 4, l.groupWidth = 4 * 512, l.headValueWidth = 4 * 64;
+    l.compressorDim = 512, l.compressorWidth = 1024, l.indexHeads = 8, l.indexWidth = 8 * 128;
+    l.topK = 100, l.blocks = 256, l.seenBlocks = 100, l.blockWindow = 128;
+    l.streams = 4;
+    l.floatWeights = true;
+    return l;
+}
+
 TEST(GpuScratch, WhatIsUsedTogetherLiesApart) {
-    for (const auto make : {dense, withExperts, hybrid, latent}) {
+    for (const auto make : {dense, withExperts, hybrid, latent, blocks}) {
         for (const PromptMode prompt : {PromptMode::Fast, PromptMode::Exact}) {
             for (const int64_t rows : {1, 5, 8, 9, 64, 300, 2048}) {
                 StepLimits l = make(rows);
@@ -246,7 +308,8 @@ TEST(GpuScratch, WhatIsUsedTogetherLiesApart) {
                 EXPECT_EQ(s.exactRows, prompt == PromptMode::Exact ? rows : std::min<int64_t>(rows, 64));
                 EXPECT_EQ(s.fastRows, prompt == PromptMode::Exact ? 0 : rows);
                 size_t end = 0;
-                for (const auto phase : {l.latentHeads ? ofLatent : ofMixer, ofFeed, ofJoin}) {
+                const auto mixer = l.latentHeads ? ofLatent : l.outputGroups ? ofBlocks : ofMixer;
+                for (const auto phase : {mixer, ofFeed, ofStreams, ofJoin}) {
                     std::vector<Part> parts = always(s, l);
                     for (const Part& part : phase(s, l)) parts.push_back(part);
                     end = std::max(end, expectApart(parts, s.bytes()));
