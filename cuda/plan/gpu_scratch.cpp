@@ -138,7 +138,8 @@ void GpuScratch::takeMixer(const StepLimits& l) {
     if (fastRows) takeFastMixer(l);
 }
 
-// What products by head read has exact forms for fast rows too. Plain queries have been multiplied when attention begins.
+// What products by head read has exact forms for fast rows too. Plain queries have been multiplied when attention
+// begins.
 void GpuScratch::takeLatent(const StepLimits& l) {
     const int64_t heads = l.maxRows * l.latentHeads;
     Exact pieces;

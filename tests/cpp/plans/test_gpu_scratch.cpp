@@ -139,7 +139,8 @@ std::vector<Part> ofMixer(const GpuScratch& s, const StepLimits& l) {
     };
 }
 
-// In latent attention. Products by head read the exact forms of all rows, plain queries before attention writes its own.
+// In latent attention. Products by head read the exact forms of all rows, plain queries before attention writes its
+// own.
 std::vector<Part> ofLatent(const GpuScratch& s, const StepLimits& l) {
     const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows, heads = rows * l.latentHeads;
     const int64_t split = l.floatWeights ? 1 : 0;
