@@ -2,7 +2,7 @@
 // ones: by the contract.
 #include "backend/operations/cuda_operations.h"
 #include "core/error.h"
-#include "kernels/latent/latent.h"
+#include "kernels/heads/latent.h"
 #include "kernels/matvec/by_head.h"
 
 namespace sharpi {

@@ -286,7 +286,7 @@ __device__ __forceinline__ void joinBatch(const Args& args, const Piece& piece, 
         else if (first < last)
             joinSlots<K, 1>(args, head.first, first - turn, last - turn, columns.at, lane, staged, so);
         if (chain.isLast) divide<kWidth>(args, head, so, true, columns, line);
-        else writeSlot<K>(args, kept, so, columns, lane == 0 && from == 0);
+        else writeSlot<K>(args, kept, so, columns, lane == 0 && from + 32 * kWidth >= dim);  // each round reads them
         __syncwarp();
     }
     if (chain.isLast) writeHead<K>(args, head, line, lane);

@@ -1,7 +1,7 @@
 // What latent attention does between its products, bit for bit against the CPU's kernels: pieces of rows, the rest of
 // queries and the cache's row, and attention whose values are the beginnings of keys.
 #include "attention_test.h"
-#include "kernels/latent/latent.h"
+#include "kernels/heads/latent.h"
 
 namespace sharpi::cuda {
 namespace {

@@ -1,8 +1,8 @@
 // What latent attention does between its products: the pieces of queries that the first product by head reads, and what
 // comes before attention. A warp has one head of one row, or the row of the cache, as in heads.cu, whose norm and
 // rotation these are.
-#include "kernels/attention/heads.cuh"
-#include "kernels/latent/latent.h"
+#include "kernels/heads/heads.cuh"
+#include "kernels/heads/latent.h"
 
 namespace sharpi::cuda {
 

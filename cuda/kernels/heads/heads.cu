@@ -7,7 +7,7 @@
 // known: norm weights before the kernel's turn, then the head and the row's position together, then the angles while
 // the norm is computed. A norm over the whole row (FullRow) reads queries that other warps of the row overwrite, so a
 // block takes all query heads of a row, and every warp has its sum before any of them writes.
-#include "kernels/attention/heads.cuh"
+#include "kernels/heads/heads.cuh"
 
 namespace sharpi::cuda {
 
