@@ -275,16 +275,35 @@ __global__ void __launch_bounds__(kJoinThreads) joinKernel(const __grid_constant
         to[d] = rotatedElement(line, d, work.back, seen.position, -1.0f);
 }
 
+size_t sharedBytes(const Work& work, int heads) {
+    const auto element = static_cast<int>(kvElementBytes(work.pages.type));
+    return static_cast<size_t>(Places(work.shape.headDim, element, heads).total);
+}
+
 template <int kHeads> void launchSegments(Stream& stream, const Work& work) {
     const dim3 grid(static_cast<unsigned>((work.shape.heads + kHeads - 1) / kHeads),
                     static_cast<unsigned>(work.segments), static_cast<unsigned>(work.batch.rows));
+    const size_t bytes = sharedBytes(work, kHeads);
     withKvType(work.pages.type, [&](auto tag) {
         constexpr KvType kType = decltype(tag)::kType;
         const auto kernel = segmentKernel<kType, kHeads>;
-        const auto bytes = static_cast<size_t>(Places(work.shape.headDim, kKvBytes<kType>, kHeads).total);
         if (bytes > 48 * 1024) allowShared(kernel, bytes);
         launch(stream, kernel, grid, dim3(kThreads), bytes, work);
     });
+}
+
+// Groups of more heads read a page less often, but leave multiprocessors idle if there are few rows.
+void launchAll(Stream& stream, const Work& work) {
+    const size_t most = stream.device().sharedPerBlock;
+    if (sharedBytes(work, 8) > most) {
+        throw Error(ErrorKind::InvalidArgument,
+                    "attention over blocks with heads of " + std::to_string(work.shape.headDim) +
+                        " elements does not fit in this GPU's shared memory; a KV cache of 16 bits takes half of it");
+    }
+    const int64_t heads = work.batch.rows * work.segments * work.shape.heads;
+    const bool many = heads >= 2 * 16 * int64_t{stream.device().multiprocessors};
+    if (many && sharedBytes(work, 16) <= most) launchSegments<16>(stream, work);
+    else launchSegments<8>(stream, work);
 }
 
 void requireSeen(const HeadShape& shape, const KvPages& pages, const SeenBlocks& seen) {
@@ -305,13 +324,13 @@ void attendBlocks(Stream& stream, const float* q, const HeadShape& shape, const 
     int64_t blocks = seen.rows.pages.k ? all / seen.rows.pages.rowTokens : 0;
     if (seen.chosen) blocks = std::min<int64_t>(blocks, seen.topK);
     const int64_t segments = blockSegments(blocks, rule.reach, batch.pagesPerTable);
-    int64_t most = batch.rows;  // rows whose results there is room for
-    while (most > 1 && blockAttentionBytes(most, shape, segments) > scratchBytes) most = (most + 1) / 2;
-    if (blockAttentionBytes(most, shape, segments) > scratchBytes)
+    int64_t held = batch.rows;  // rows whose results there is room for
+    while (held > 1 && blockAttentionBytes(held, shape, segments) > scratchBytes) held = (held + 1) / 2;
+    if (blockAttentionBytes(held, shape, segments) > scratchBytes)
         throw Error(ErrorKind::Internal, "attendBlocks has too little scratch");
-    const int64_t places = most * segments * shape.heads;
-    for (int64_t first = 0; first < batch.rows; first += most) {
-        const int64_t rows = std::min(most, batch.rows - first);
+    const int64_t places = held * segments * shape.heads;
+    for (int64_t first = 0; first < batch.rows; first += held) {
+        const int64_t rows = std::min(held, batch.rows - first);
         auto* const maxima = static_cast<float*>(scratch);
         Work work{q + first * width,
                   shape,
@@ -326,8 +345,7 @@ void attendBlocks(Stream& stream, const float* q, const HeadShape& shape, const 
                   maxima + 2 * places,
                   out + first * width};
         if (seen.chosen) work.seen.chosen += first * seen.topK;
-        if (rows * segments * shape.heads >= 16 * 2 * stream.device().multiprocessors) launchSegments<16>(stream, work);
-        else launchSegments<8>(stream, work);
+        launchAll(stream, work);
         launch(stream, joinKernel, dim3(static_cast<unsigned>(shape.heads), static_cast<unsigned>(rows)),
                dim3(kJoinThreads), sizeof(float) * static_cast<size_t>(shape.headDim), work);
     }
