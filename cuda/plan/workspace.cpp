@@ -121,12 +121,15 @@ void requireLatent(const LatentShape& shape) {
     const int32_t unit = shape.rank <= 128 ? 4 : 8;  // elements that a lane owns
     const bool row = shape.rank > 0 && shape.rank <= kMaxLatentRank && shape.rank % unit == 0 && shape.rotated > 0 &&
                      shape.rotated % 2 == 0 && shape.rotated <= kMaxLatentRotated && shape.rowDim() % 8 == 0;
-    if (row && shape.heads > 0 && shape.plainDim > 0 && shape.plainDim <= 4096) return;
+    constexpr int32_t kMostHeads = 4096;  // for which attentionDecode has counters, if each is a group
+    const bool heads = shape.heads > 0 && shape.heads <= kMostHeads;
+    if (row && heads && shape.plainDim > 0 && shape.plainDim <= 4096) return;
     throw Error(ErrorKind::InvalidArgument,
-                "latent attention with latents of " + std::to_string(shape.rank) + " elements and rotated keys of " +
-                    std::to_string(shape.rotated) + " cannot run on the GPU, which takes latents of up to " +
-                    std::to_string(kMaxLatentRank) + " and rotated keys of up to " + std::to_string(kMaxLatentRotated) +
-                    " elements, together a multiple of 8");
+                "latent attention with " + std::to_string(shape.heads) + " heads, latents of " +
+                    std::to_string(shape.rank) + " elements and rotated keys of " + std::to_string(shape.rotated) +
+                    " cannot run on the GPU, which takes latents of up to " + std::to_string(kMaxLatentRank) +
+                    " and rotated keys of up to " + std::to_string(kMaxLatentRotated) +
+                    " elements, together a multiple of 8, and up to " + std::to_string(kMostHeads) + " heads");
 }
 
 void requireDelta(const DeltaShape& shape) {

@@ -403,21 +403,26 @@ TEST(GpuScratch, RefusesHeadsWithoutKernels) {
 TEST(GpuScratch, RefusesLatentsWithoutKernels) {
     EXPECT_NO_THROW(cuda::requireLatent({128, 512, 64, 128}));
     EXPECT_NO_THROW(cuda::requireLatent({3, 20, 12, 7}));
-    for (const cuda::LatentShape shape :
-         {cuda::LatentShape{4, 520, 64, 128}, {4, 512, 136, 128}, {4, 132, 4, 128}, {4, 32, 12, 64}, {0, 512, 64, 128}})
+    for (const cuda::LatentShape shape : {cuda::LatentShape{4, 520, 64, 128},
+                                          {4, 512, 136, 128},
+                                          {4, 132, 4, 128},
+                                          {4, 32, 12, 64},
+                                          {0, 512, 64, 128},
+                                          {4097, 512, 64, 128}})
         EXPECT_THROW(cuda::requireLatent(shape), Error);
 }
 
 // The scratch of latent attention stays small however many heads and rows there are.
 TEST(GpuScratch, HasDecodesRingForLatents) {
-    for (const int32_t heads : {1, 5, 16, 20, 64, 128, 2048}) {
+    for (const int32_t heads : {1, 5, 16, 20, 64, 128, 131, 2048}) {
         const cuda::LatentShape shape = {heads, 512, 64, 128};
         const int64_t most = cuda::latentLaunchRows(heads);
         EXPECT_LE(most * heads, 2048);
         EXPECT_LT(cuda::latentAttentionBytes(100000, shape), size_t{80} << 20);
         for (int64_t rows = 1; rows <= most; rows++) {
             const cuda::DecodeRing ring = cuda::decodeRing(rows * heads);
-            const int64_t counters = 1 + rows * (1 + ring.slots / ring.batch);
+            // Heads may all be groups of their own.
+            const int64_t counters = 1 + rows * heads * (1 + ring.slots / ring.batch);
             EXPECT_LE(counters * kInt, static_cast<int64_t>(cuda::kDecodeCounterBytes));
             const auto needed = static_cast<size_t>(cuda::kDecodeCounterBytes +
                                                     kFloat * rows * heads * (ring.slots + 1) * (2 + shape.rank));
