@@ -1,15 +1,17 @@
 // Measures decode's attention on the GPU, without the rest of a layer. Each line is one launch, replayed over copies of
 // the cache that exceed the second-level cache together. "share": relative to the speed at which a kernel that only
-// reads gets through memory on an H200.
+// reads gets through memory on an H200. With an argument, models whose name contains it.
 #include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <numeric>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "device/stream.h"
 #include "kernels/attention/attention.h"
+#include "kernels/attention/latent_shape.h"
 #include "timing.h"
 
 using namespace sharpi;
@@ -36,6 +38,7 @@ template <typename T> struct Buffer {
 struct Model {
     const char* name;
     HeadShape shape;
+    int32_t rank = 0;  // of latents, whose row is the key; 0: values are apart
 };
 
 // `rows` rows for each of `sequences` sequences, which end with them at `tokens` tokens.
@@ -48,15 +51,18 @@ class Step {
 public:
     Step(const Model& model, const Case& c)
         : _shape(model.shape),
+          _rank(model.rank),
           _pages((c.tokens + kPage - 1) / kPage),
           _bytes(static_cast<size_t>(c.sequences * _pages * kPage * _shape.kvHeads * _shape.headDim) * 2),
           _copies(std::max<size_t>(1, std::min<size_t>(64, kBeyondCache / (2 * _bytes)))),
           _k(_bytes * _copies, 0x3c),
-          _v(_bytes * _copies, 0x3c),
+          _v(_rank ? 1 : _bytes * _copies, 0x3c),
           _rows(c.sequences * c.rows),
           _q(static_cast<size_t>(_rows * _shape.heads * _shape.headDim), 0),
           _out(static_cast<size_t>(_rows * _shape.heads * _shape.headDim), 0),
-          _scratch(decodeAttentionBytes(_rows, _shape), 0) {
+          _scratch(_rank ? latentAttentionBytes(_rows, {_shape.heads, _rank, _shape.headDim - _rank, 1})
+                         : decodeAttentionBytes(_rows, _shape),
+                   0) {
         std::vector<int32_t> table(static_cast<size_t>(c.sequences * _pages)), positions, sequences;
         std::iota(table.begin(), table.end(), 0);
         std::shuffle(table.begin(), table.end(), std::mt19937(1));
@@ -69,17 +75,20 @@ public:
         _sequences = std::make_unique<Buffer<int32_t>>(sequences);
     }
     // The bytes of the cache that a launch reads.
-    size_t bytes() const { return 2 * _bytes; }
+    size_t bytes() const { return _rank ? _bytes : 2 * _bytes; }
     int launches() const { return static_cast<int>(std::max<size_t>(8, _copies)); }
     void launch(Stream& stream, int number) const {
         const size_t at = static_cast<size_t>(number) % _copies * _bytes;
-        const KvPages pages = {KvType::BF16, _shape.kvHeads, _shape.headDim, kPage, _k.data + at, _v.data + at};
+        KvPages pages = {KvType::BF16, _shape.kvHeads, _shape.headDim, kPage, _k.data + at, _v.data + at};
+        pages.valuePrefix = _rank;
+        if (_rank) pages.v = nullptr;
         const BatchRows batch = {_rows, _positions->data, _sequences->data, _table->data, _pages};
         attentionDecode(stream, _q.data, _shape, {0.1f, {}}, batch, pages, _scratch.data, {_out.data, {}, {}});
     }
 
 private:
     HeadShape _shape;
+    int32_t _rank;
     int64_t _pages;
     size_t _bytes, _copies;
     Buffer<uint8_t> _k, _v;
@@ -98,16 +107,18 @@ double measureLaunch(Stream& stream, const Step& step) {
            step.launches();
 }
 
-void measureAll(Stream& stream) {
+void measureAll(Stream& stream, const std::string& wanted) {
     const std::vector<Model> models = {
-        {"32 heads over 8 of 128", {32, 8, 128}},   {"16 heads over 8 of 128", {16, 8, 128}},
-        {"16 heads over 16 of 128", {16, 16, 128}}, {"32 heads over 4 of 128", {32, 4, 128}},
-        {"64 heads over 8 of 64", {64, 8, 64}},     {"16 heads over 2 of 256", {16, 2, 256}}};
+        {"32 heads over 8 of 128", {32, 8, 128}},      {"16 heads over 8 of 128", {16, 8, 128}},
+        {"16 heads over 16 of 128", {16, 16, 128}},    {"32 heads over 4 of 128", {32, 4, 128}},
+        {"64 heads over 8 of 64", {64, 8, 64}},        {"16 heads over 2 of 256", {16, 2, 256}},
+        {"20 heads over a latent", {20, 1, 576}, 512}, {"128 heads over a latent", {128, 1, 576}, 512}};
     const std::vector<Case> cases = {{256, 1, 1},   {1024, 1, 1},  {2048, 1, 1},   {4096, 1, 1},
                                      {8192, 1, 1},  {32000, 1, 1}, {131072, 1, 1}, {8192, 1, 3},
                                      {32000, 1, 5}, {256, 64, 1},  {2048, 8, 1},   {2048, 64, 1}};
     std::printf("%-24s %8s %9s %5s %9s %8s %9s\n", "bf16 cache", "tokens", "sequences", "rows", "us", "GB/s", "share");
-    for (const Model& model : models)
+    for (const Model& model : models) {
+        if (std::string(model.name).find(wanted) == std::string::npos) continue;
         for (const Case& c : cases) {
             const Step step(model, c);
             const double seconds = measureLaunch(stream, step);
@@ -117,14 +128,15 @@ void measureAll(Stream& stream) {
                         100 * rate / kReadBytesPerSecond);
             std::fflush(stdout);
         }
+    }
 }
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
     try {
         Stream stream(findDevice(0));
-        measureAll(stream);
+        measureAll(stream, argc > 1 ? argv[1] : "");
     } catch (const std::exception& error) {
         std::fprintf(stderr, "%s\n", error.what());
         return 1;

@@ -34,7 +34,9 @@ public:
 
 private:
     void check(const Batch& batch) const;
-    LayerContext context(OptionalPart& pending) { return {_backend.operations(), _spec, _weights, _kv, pending}; }
+    LayerContext context(OptionalPart& pending) {
+        return {_backend.operations(), _spec, _weights, _kv, _limits, pending};
+    }
     void checkStates(const Batch& batch) const;
     HeadCall headOf(VectorId norm, VectorId bias) const;
     const ModelSpec& _spec;

@@ -80,7 +80,7 @@ HeadsCall headsOf(const LayerContext& context, const AttentionSpec& a) {
     heads.sinks = w[a.sinks];
     heads.rotatesBack = a.rotatesBack;
     if (a.compressor) heads.blocks = &context.kv.layer(context.spec.extraCache(a.compressor->firstCache + 1));
-    if (a.indexer) heads.topK = a.indexer->topK;
+    if (a.indexer) heads.topK = context.limits.mostChosen(*a.indexer);
     return heads;
 }
 
@@ -144,7 +144,7 @@ void latentProjections(const LayerContext& context, const LayerSpec& layer) {
     norm(context, mixerNorm, {down, k});
     ops.linear(RowInput::Normed, {{down, nullptr, RowBuffer::LowRankQueries}, keys});
     ops.takeRows({RowBuffer::LowRankQueries, 1, down.rows, w[a.queryNorm], context.spec.normEpsilon}, RowInput::LowRank,
-                 q);
+                 {q});
     ops.linear(RowInput::LowRank, {queries});
 }
 
@@ -157,12 +157,12 @@ void latentLayer(const LayerContext& context, const LayerSpec& layer, const KvPa
     const Weight &keyUp = w[latent.keyUp], &valueUp = w[latent.valueUp], &output = w[a.output];
     const HeadsCall heads = headsOf(context, a);
     latentProjections(context, layer);
-    ops.takeRows({RowBuffer::HeadQueries, a.heads, a.queryDim()}, RowInput::PlainQueries, keyUp);
+    ops.takeRows({RowBuffer::HeadQueries, a.heads, a.queryDim()}, RowInput::PlainQueries, {keyUp});
     ops.linearByHead(RowInput::PlainQueries, {keyUp, a.heads, RowBuffer::Queries, a.headDim});
     ops.prepareLatent({a.heads, latent.plainDim, w[latent.norm], heads.eps, heads.rope, heads.queryScale}, pages);
     ops.attend(heads, pages, valueUp);
     ops.linearByHead(RowInput::Attended, {valueUp, a.heads, RowBuffer::HeadValues, latent.valueDim});
-    ops.takeRows({RowBuffer::HeadValues, 1, output.cols}, RowInput::HeadValues, output);
+    ops.takeRows({RowBuffer::HeadValues, 1, output.cols}, RowInput::HeadValues, {output});
     addPart(context, layer, RowInput::HeadValues, output, nullptr, layer.mixerPostNorm);
 }
 
@@ -183,7 +183,8 @@ void chooseBlocks(const LayerContext& context, const AttentionSpec& a) {
     context.ops.linear(RowInput::Normed, {{w[indexer.weights], nullptr, RowBuffer::IndexWeights}});
     context.ops.linear(RowInput::LowRank, {{w[indexer.queries], nullptr, RowBuffer::IndexQueries}});
     const KvPages& rows = context.kv.layer(context.spec.extraCache(indexer.compressor.firstCache + 1));
-    context.ops.blocks().choose({indexer.heads, indexer.topK, indexer.scale, w.rope(a.rope), rows});
+    context.ops.blocks().choose(
+        {indexer.heads, context.limits.mostChosen(indexer), indexer.scale, w.rope(a.rope), rows});
 }
 
 // x += output(outputDown(attention(norm(x)))): queries of low rank, one key for all heads that is the value too,
@@ -194,10 +195,16 @@ void groupedLayer(const LayerContext& context, const LayerSpec& layer, const KvP
     Operations& ops = context.ops;
     const Weight &down = w[a.queryDown], &q = w[a.q], &k = w[a.k], &outputDown = w[a.outputDown];
     const Weight& output = w[a.output];
-    norm(context, normOf(context, layer.mixerNorm, layer.mixerNormBias), {down, k});
+    // What a layer lacks is named by a matrix that it has.
+    const auto also = [&w](MatrixId id, const Weight& other) -> const Weight& { return id ? w[id] : other; };
+    const CompressorSpec blocks = a.compressor.value_or(CompressorSpec());
+    const IndexerSpec indexer = a.indexer.value_or(IndexerSpec());
+    norm(context, normOf(context, layer.mixerNorm, layer.mixerNormBias),
+         {down, k, also(blocks.keys, k), also(blocks.gates, k), also(indexer.compressor.keys, k),
+          also(indexer.compressor.gates, k), also(indexer.weights, k)});
     ops.linear(RowInput::Normed, {{down, nullptr, RowBuffer::LowRankQueries}, {k, nullptr, RowBuffer::Keys}});
     ops.takeRows({RowBuffer::LowRankQueries, 1, down.rows, w[a.queryNorm], context.spec.normEpsilon}, RowInput::LowRank,
-                 q);
+                 {q, also(indexer.queries, q)});
     ops.linear(RowInput::LowRank, {{q, nullptr, RowBuffer::Queries}});
     if (a.compressor) compress(context, a, *a.compressor);
     if (a.indexer) chooseBlocks(context, a);
@@ -206,7 +213,7 @@ void groupedLayer(const LayerContext& context, const LayerSpec& layer, const KvP
     ops.attend(heads, pages, outputDown);
     const int64_t rank = outputDown.rows / a.outputGroups;
     ops.linearByHead(RowInput::Attended, {outputDown, a.outputGroups, RowBuffer::HeadValues, rank});
-    ops.takeRows({RowBuffer::HeadValues, 1, output.cols}, RowInput::HeadValues, output);
+    ops.takeRows({RowBuffer::HeadValues, 1, output.cols}, RowInput::HeadValues, {output});
     addPart(context, layer, RowInput::HeadValues, output, nullptr, layer.mixerPostNorm);
 }
 

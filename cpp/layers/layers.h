@@ -15,6 +15,7 @@ struct LayerContext {
     const ModelSpec& spec;
     const ModelWeights& weights;
     const KvCache& kv;
+    const StepLimits& limits;
     // What the last part gave but nothing has added to x yet: the operation that reads x next does it.
     OptionalPart& pending;
 };

@@ -28,7 +28,7 @@ enum class RowInput : uint8_t {
     Attended,  // by attend(), deltaRule() and mamba()
     Hidden,    // by gatedLinear()
     Joined,    // by joinDraft(): [rows, 2 * embedding]
-    // By takeRows(), in latent attention.
+    // By takeRows(), in latent attention and in attention with grouped outputs.
     LowRank,       // [rows, rank of queries]
     PlainQueries,  // [rows * heads, elements of a query that are not rotated]
     HeadValues,    // [rows, heads * elements of a value]
@@ -288,8 +288,8 @@ public:
     // Normalizes, rotates and scales the heads of Queries and Keys, normalizes those of Values, and appends Keys and
     // Values to the cache.
     virtual void prepareHeads(const HeadsCall& heads, const KvPages& pages) = 0;
-    // `to` = the rows, for the product with `reader`.
-    virtual void takeRows(const TakenRows& rows, RowInput to, const Weight& reader) = 0;
+    // `to` = the rows, for the products with `readers`, which have the same number of columns.
+    virtual void takeRows(const TakenRows& rows, RowInput to, Readers readers) = 0;
     // Head by head: call.to = w x.
     virtual void linearByHead(RowInput x, const HeadProduct& call) = 0;
     // Queries holds the product of each head's plain query with keyUp, where its first `rank` elements belong.

@@ -40,14 +40,19 @@ void addFurtherLimits(StepLimits& limits, const AttentionSpec& a, const ModelSpe
         limits.groupWidth = std::max(limits.groupWidth, int64_t{a.heads} * a.headDim / a.outputGroups);
         limits.headValueWidth = std::max(limits.headValueWidth, rowsOf(spec, a.outputDown));
     }
-    if (a.compressor) addLimits(limits, *a.compressor, reaches);
+    if (a.outputDown) limits.blockWindow = std::max(limits.blockWindow, a.reach.window);
+    if (a.compressor) {
+        addLimits(limits, *a.compressor, reaches);
+        const int64_t all = limits.blocksOf(a.compressor->blockTokens), topK = a.indexer ? a.indexer->topK : all;
+        limits.seenBlocks = std::max(limits.seenBlocks, std::min(all, topK));
+    }
     if (!a.indexer) return;
     const IndexerSpec& indexer = *a.indexer;
     addLimits(limits, indexer.compressor, reaches);
     limits.indexHeads = std::max(limits.indexHeads, indexer.heads);
     limits.indexWidth = std::max(limits.indexWidth, int64_t{indexer.heads} * indexer.compressor.headDim);
-    limits.topK = std::max(limits.topK, indexer.topK);
-    limits.blocks = std::max(limits.blocks, limits.context / indexer.compressor.blockTokens);
+    limits.topK = std::max(limits.topK, limits.mostChosen(indexer));
+    limits.blocks = std::max(limits.blocks, limits.blocksOf(indexer.compressor.blockTokens));
 }
 
 void addLimits(StepLimits& limits, const AttentionSpec& a) {

@@ -2,6 +2,7 @@
 // count the same buffers from the same limits.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -27,8 +28,10 @@ struct StepLimits {
     // Attention with grouped outputs: groups, and inputs of each. Compressors and indexers: see CompressorSpec.
     int32_t outputGroups = 0, indexHeads = 0, topK = 0, compressorDim = 0;
     int64_t groupWidth = 0, compressorWidth = 0, indexWidth = 0,
-            blocks = 0;   // blocks: rows of a sequence to choose from
-    int32_t streams = 0;  // of hyper-connections
+            blocks = 0;       // blocks: rows of a sequence to choose from
+    int64_t seenBlocks = 0;   // rows of blocks that a token sees
+    int32_t blockWindow = 0;  // beside keys of this window
+    int32_t streams = 0;      // of hyper-connections
     int64_t denseHidden = 0;
     int32_t experts = 0, expertsUsed = 0;  // of any layer
     // Layers with experts, in the order of ExpertFfnSpec::expertLayer: the layer's number in the model, its experts.
@@ -49,6 +52,14 @@ struct StepLimits {
     KvType kvType = KvType::BF16;
     PromptMode prompt = PromptMode::Fast;
 
+    // Blocks of the tokens that a sequence has pages for.
+    int64_t blocksOf(int32_t blockTokens) const {
+        return (context + pageTokens - 1) / pageTokens * pageTokens / blockTokens;
+    }
+    // Those of them that a row chooses.
+    int32_t mostChosen(const IndexerSpec& indexer) const {
+        return static_cast<int32_t>(std::min<int64_t>(indexer.topK, blocksOf(indexer.compressor.blockTokens)));
+    }
     int32_t expertLayerCount() const { return static_cast<int32_t>(expertLayers.size()); }
 };
 

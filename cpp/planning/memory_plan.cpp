@@ -81,12 +81,27 @@ size_t kvBytesIfAllSeen(const ModelSpec& spec, const EngineOptions& options) {
            (pending.empty() ? 0 : KvCache::bytesFor(pending, options.kvType, kvRoom(options)));
 }
 
+// The most rows that a token reads of each of kvShapes(): those of blocks that an indexer chooses, or all.
+static std::vector<int64_t> mostRowsRead(const ModelSpec& spec) {
+    std::vector<int64_t> most(spec.loadedLayers().size(), INT64_MAX);
+    for (const LayerSpec& layer : spec.layers) {
+        if (!layer.attention || !layer.attention->compressor) continue;
+        const std::optional<IndexerSpec>& indexer = layer.attention->indexer;
+        most.insert(most.end(), {INT64_MAX, indexer ? int64_t{indexer->topK} : INT64_MAX});
+        if (indexer) most.insert(most.end(), {INT64_MAX, INT64_MAX});
+    }
+    return most;
+}
+
 size_t kvBytesRead(const ModelSpec& spec, KvType type, int64_t tokens) {
+    const std::vector<KvLayerShape> shapes = kvShapes(spec);
+    const std::vector<int64_t> most = mostRowsRead(spec);
     size_t bytes = 0;
-    for (const KvLayerShape& layer : kvShapes(spec)) {
+    for (size_t i = 0; i < shapes.size(); ++i) {
+        const KvLayerShape& layer = shapes[i];
         const int64_t seen = tokens - layer.reach.first(static_cast<int32_t>(std::max<int64_t>(tokens - 1, 0)));
-        bytes +=
-            static_cast<size_t>(seen / layer.rowTokens * layer.elementsPerRow()) * kvElementBytes(layer.typeIn(type));
+        const int64_t rows = std::min(seen / layer.rowTokens, most[i]);
+        bytes += static_cast<size_t>(rows * layer.elementsPerRow()) * kvElementBytes(layer.typeIn(type));
     }
     return bytes;
 }

@@ -14,6 +14,19 @@ constexpr int64_t kOfLayerInput = 4;
 // The rows of the table, those to be projected, their product, and both joined.
 constexpr int64_t kOfLayerInputs = 4;
 
+// Of streams, around each of a layer's two parts: their norm, its product, the part's input, and what they become.
+constexpr int64_t kOfStreams = 8;
+// Of grouped outputs: the norm of queries of low rank and their product, joined segments, groups of heads, the product
+// by group, and its rows for the last one.
+constexpr int64_t kOfGroups = 6;
+// Of a compressor, and of the choice: each with its products.
+constexpr int64_t kOfCompressor = 2, kOfIndexer = 4;
+
+int64_t kernelsOf(const AttentionSpec& a) {
+    return (a.outputDown ? kOfGroups : 0) + (a.compressor ? kOfCompressor : 0) +
+           (a.indexer ? kOfCompressor + kOfIndexer : 0);
+}
+
 }  // namespace
 
 int64_t attentionProducts(const ModelSpec& spec, int64_t tokens) {
@@ -21,7 +34,12 @@ int64_t attentionProducts(const ModelSpec& spec, int64_t tokens) {
     for (const LayerSpec& layer : spec.layers) {
         if (!layer.attention) continue;
         const AttentionSpec& a = *layer.attention;
-        const int64_t seen = tokens - a.reach.first(static_cast<int32_t>(std::max<int64_t>(tokens - 1, 0)));
+        int64_t seen = tokens - a.reach.first(static_cast<int32_t>(std::max<int64_t>(tokens - 1, 0)));
+        if (a.compressor) {
+            const int64_t blocks = tokens / a.compressor->blockTokens;
+            seen += a.indexer ? std::min<int64_t>(blocks, a.indexer->topK) : blocks;
+            if (a.indexer) count += blocks * a.indexer->heads * a.indexer->compressor.headDim;
+        }
         count += seen * a.heads * a.headDim;
     }
     return count;
@@ -34,8 +52,10 @@ int64_t sharedExperts(const ModelSpec& spec) {
 
 int64_t rowKernels(const ModelSpec& spec) {
     int64_t count = (spec.embeddingScale != 1.0f) + (spec.logitSoftcap != 0) + (spec.layerInputs ? kOfLayerInputs : 0);
-    for (const LayerSpec& layer : spec.layers)
-        count += (layer.parallel ? kOfParallelParts : 0) + (layer.layerInput ? kOfLayerInput : 0);
+    for (const LayerSpec& layer : spec.layers) {
+        count += (layer.parallel ? kOfParallelParts : 0) + (layer.layerInput ? kOfLayerInput : 0) +
+                 (spec.streams ? kOfStreams : 0) + (layer.attention ? kernelsOf(*layer.attention) : 0);
+    }
     return count;
 }
 

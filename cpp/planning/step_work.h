@@ -7,8 +7,8 @@
 
 namespace sharpi {
 
-// Multiplications of queries with keys for the last of `tokens` tokens, in all layers and heads. Windows and chunks
-// count as what they show.
+// Multiplications of queries with keys for the last of `tokens` tokens, in all layers and heads. Windows, chunks and
+// blocks count as what they show, and blocks that an indexer reads as what it multiplies.
 int64_t attentionProducts(const ModelSpec& spec, int64_t tokens);
 
 // Layers whose experts stand beside products that every token takes: a shared expert's, or a dense part's.

@@ -12,9 +12,10 @@ namespace sharpi {
 
 namespace {
 
-cuda::RouteRule ruleOf(const RouterCall& r) {
-    return {r.count,  r.used,       r.renormalize, r.weightScale, r.gating,
-            r.groups, r.groupsUsed, r.choiceBias,  r.outputScale};
+// tokens: of the rows that are routed.
+cuda::RouteRule ruleOf(const RouterCall& r, const int32_t* tokens) {
+    return {r.count,      r.used,       r.renormalize, r.weightScale,  r.gating, r.groups,
+            r.groupsUsed, r.choiceBias, r.outputScale, r.tokenChoices, tokens};
 }
 
 }  // namespace
@@ -40,7 +41,8 @@ void CudaExperts::chooseExperts(const ExpertCall& call) {
     auto* const uses = _pass.at<uint32_t>(s.expertUses) + static_cast<int64_t>(r.expertLayer) * _pass.limits.experts;
     const auto route = [&](int64_t first, int64_t rows, const cuda::SharedScale& scale) {
         if (!rows) return;
-        cuda::route(_pass.stream, _pass.floats(RowBuffer::RouterLogits) + first * r.count, rows, ruleOf(r),
+        const float* const logits = _pass.floats(RowBuffer::RouterLogits) + first * r.count;
+        cuda::route(_pass.stream, logits, rows, ruleOf(r, _pass.view.tokens + first),
                     _pass.at<int32_t>(s.chosen) + first * r.used, weights(first * r.used), uses, scale);
     };
     float* const scales = _pass.floats(s.sharedScale);
@@ -194,7 +196,7 @@ const int32_t* CudaExperts::foreseeNext(const ExpertCall& call) {
     float* const logits = _pass.floats(RowBuffer::RouterLogits);
     _pass.normRows(nullptr, CudaPass::nextOf(next.norm), rows, normed.exact);
     _products.exact(normed, {{*next.router, next.bias, logits, next.router->rows}});
-    cuda::route(_pass.stream, logits, rows, ruleOf(next), _pass.at<int32_t>(s.foreseen),
+    cuda::route(_pass.stream, logits, rows, ruleOf(next, _pass.view.tokens), _pass.at<int32_t>(s.foreseen),
                 _pass.floats(s.foreseenWeight));
     return _pass.at<int32_t>(s.foreseen);
 }

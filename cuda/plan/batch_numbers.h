@@ -28,6 +28,13 @@ struct BatchView {
     // With the page tables that a layer with these pages has.
     cuda::BatchRows exactOf(const KvPages& pages) const { return withTables(exact, pages); }
     cuda::BatchRows fastOf(const KvPages& pages) const { return withTables(fast, pages); }
+    // Rows of both kinds.
+    cuda::BatchRows allOf(const KvPages& pages) const {
+        cuda::BatchRows all = withTables(exact, pages);
+        all.rows = rows;
+        return all;
+    }
+    const int32_t* tablesOf(const KvPages& pages) const { return exact.pageTables + pages.list * listPages; }
 
 private:
     cuda::BatchRows withTables(cuda::BatchRows part, const KvPages& pages) const {

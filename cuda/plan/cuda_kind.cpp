@@ -5,6 +5,8 @@
 
 #include "core/error.h"
 #include "kernels/attention/attention.h"
+#include "kernels/attention/latent_shape.h"
+#include "kernels/blocks/blocks.h"
 #include "kernels/delta/gated_delta.h"
 #include "kernels/experts/router.h"
 #include "plan/gpu_scratch.h"
@@ -28,9 +30,19 @@ void requireNorms(const AttentionSpec& a) {
             "norms of all queries together after their rotation, or beside norms of values or values that are keys");
 }
 
+void requireLatent(const AttentionSpec& a) {
+    require(!a.gated && a.qkNorm == AttentionSpec::QkNorm::None, "latent attention with gates or norms of heads");
+    cuda::requireLatent({a.heads, a.latent->rank, a.headDim - a.latent->rank, a.latent->plainDim});
+}
+
+void requireIndexer(const IndexerSpec& indexer) {
+    const int32_t dim = indexer.compressor.headDim;
+    require(dim % 4 == 0 && dim <= cuda::kMostIndexDim, "an indexer with heads of " + std::to_string(dim) +
+                                                            " elements, where 4, 8, .. " +
+                                                            std::to_string(cuda::kMostIndexDim) + " are known");
+}
+
 void requireExperts(const ExpertFfnSpec& experts) {
-    require(!experts.routing.tokenChoices, "experts chosen by the token");
-    require(experts.routing.gating != Gating::RootSoftplus, "experts weighed by the root of softplus");
     require(experts.routing.count <= cuda::kMostRouted, std::to_string(experts.routing.count) +
                                                             " experts a layer, where up to " +
                                                             std::to_string(cuda::kMostRouted) + " are known");
@@ -51,14 +63,13 @@ public:
     void requireCanRun(const ModelSpec& spec) const override {
         require(spec.embedding % 4 == 0,
                 "a width of " + std::to_string(spec.embedding) + ", which is no multiple of 4");
-        require(!spec.streams, "hyper-connections");
         for (const LayerSpec* layer : spec.loadedLayers()) {
             if (layer->experts) requireExperts(*layer->experts);
             if (layer->attention) {
                 const AttentionSpec& a = *layer->attention;
-                require(!a.latent, "latent attention");
-                require(!a.outputDown, "outputs of low rank");
-                cuda::requireHeads({a.heads, a.kvHeads, a.headDim});
+                if (a.latent) requireLatent(a);
+                else cuda::requireHeads({a.heads, a.kvHeads, a.headDim});
+                if (a.indexer) requireIndexer(*a.indexer);
                 requireNorms(a);
             }
             require(!layer->mamba, "Mamba 2");

@@ -4,6 +4,8 @@
 #include <algorithm>
 
 #include "kernels/attention/attention.h"
+#include "kernels/attention/latent_shape.h"
+#include "kernels/blocks/blocks.h"
 #include "kernels/experts/expert_cache.h"
 #include "kernels/experts/router.h"
 #include "kernels/formats/packed_shape.h"
@@ -30,6 +32,13 @@ cuda::DeltaShape deltaShape(const StepLimits& l) {
     return shape;
 }
 
+cuda::LatentShape latentShape(const StepLimits& l) {
+    return {l.latentHeads, l.latentRank, l.headDim - l.latentRank, l.plainDim};
+}
+
+// Floats of a row's queries of attention that fast rows have kernels for.
+int64_t fastQueryWidth(const StepLimits& l) { return l.latentHeads || l.outputGroups ? 0 : l.queryWidth; }
+
 }  // namespace
 
 GpuScratch::GpuScratch(const StepLimits& l)
@@ -54,7 +63,8 @@ GpuScratch::GpuScratch(const StepLimits& l)
     batch = numbers(room);
     takeAlways(l);
     takeExperts(l);
-    // What a mixer works in is free again when the feed-forward part begins; a draft is joined before either.
+    // What a mixer works in is free again when the feed-forward part begins; a draft is joined before either, and
+    // streams are normalized between them.
     const ScratchLayout before = _layout;
     takeMixer(l);
     const ScratchLayout mixer = _layout;
@@ -62,7 +72,11 @@ GpuScratch::GpuScratch(const StepLimits& l)
     takeFeed(l);
     const ScratchLayout feed = _layout;
     _layout = before;
+    takeStreams(l);
+    const ScratchLayout streams = _layout;
+    _layout = before;
     takeJoined(l);
+    _layout.cover(streams);
     _layout.cover(mixer);
     _layout.cover(feed);
 }
@@ -79,7 +93,10 @@ void GpuScratch::takeAlways(const StepLimits& l) {
     logits = _layout.floats(headRows * l.vocab);
     input(RowInput::Normed) = {takeExact(exactRows, l.embedding), takeHalves(fastRows * l.embedding, _splitRows)};
     const cuda::HeadShape heads{l.heads, l.kvHeads, l.headDim};
-    attention = _layout.take(cuda::decodeAttentionBytes(exactRows, heads));
+    // Layers with grouped outputs have attention of their own.
+    attention = _layout.take(l.outputGroups  ? cuda::kDecodeCounterBytes
+                             : l.latentHeads ? cuda::latentAttentionBytes(l.maxRows, latentShape(l))
+                                             : cuda::decodeAttentionBytes(exactRows, heads));
     deltaReaderBytes = l.deltaHeads ? cuda::deltaStepBytes(batch.layout->room().sequences, deltaShape(l)) : 0;
     deltaReaders = _layout.take(deltaReaderBytes);
     sampling = _layout.take(cuda::samplingScratchBytes(l.vocab));
@@ -123,15 +140,45 @@ GpuScratch::Exact GpuScratch::takeExact(int64_t count, int64_t cols) {
 }
 
 void GpuScratch::takeMixer(const StepLimits& l) {
-    const int64_t width = std::max(l.queryWidth, l.deltaWidth);
     rows.take(_layout, l, RowBuffer::GatedQueries, RowBuffer::DeltaSteps);
-    input(RowInput::Attended).exact = takeExact(exactRows, width);
+    if (l.latentHeads) takeLatent(l);
+    else if (l.outputGroups) takeBlocks(l);
+    else input(RowInput::Attended).exact = takeExact(exactRows, std::max(l.queryWidth, l.deltaWidth));
     if (fastRows) takeFastMixer(l);
 }
 
+// What products by head read has exact forms for fast rows too. Plain queries have been multiplied when attention
+// begins.
+void GpuScratch::takeLatent(const StepLimits& l) {
+    const int64_t heads = l.maxRows * l.latentHeads;
+    Exact pieces;
+    pieces.floats = _layout.floats(heads * std::max(l.latentRank, l.plainDim));
+    pieces.quantized = _layout.take(
+        std::max(cuda::quantizedRowsBytes(heads, l.latentRank), cuda::quantizedRowsBytes(heads, l.plainDim)));
+    input(RowInput::Attended).exact = input(RowInput::PlainQueries).exact = pieces;
+    takeLowRank(l);
+}
+
+void GpuScratch::takeLowRank(const StepLimits& l) {
+    input(RowInput::LowRank) = {takeExact(exactRows, l.queryRank), takeHalves(fastRows * l.queryRank, _splitRows)};
+    input(RowInput::HeadValues) = {takeExact(exactRows, l.headValueWidth),
+                                   takeHalves(fastRows * l.headValueWidth, _splitRows)};
+}
+
+void GpuScratch::takeBlocks(const StepLimits& l) {
+    const int64_t segments = cuda::blockSegments(l.seenBlocks, {l.blockWindow, 0}, batch.layout->room().pages);
+    const cuda::HeadShape shape{l.heads, l.kvHeads, l.headDim};
+    input(RowInput::Attended).exact = takeExact(l.maxRows * l.outputGroups, l.groupWidth);
+    takeLowRank(l);
+    blockAttentionBytes = cuda::blockAttentionScratch(l.maxRows, shape, segments);
+    blockAttention = _layout.take(blockAttentionBytes);
+    indexScores = _layout.take(cuda::indexScoreBytes(l.maxRows, l.blocks));
+}
+
 void GpuScratch::takeFastMixer(const StepLimits& l) {
-    queries = takeHalves(fastRows * l.queryWidth, _splitQueries);
-    input(RowInput::Attended).fast = takeHalves(fastRows * std::max(l.queryWidth, l.deltaWidth), _splitRows);
+    const int64_t width = fastQueryWidth(l);
+    queries = takeHalves(fastRows * width, _splitQueries);
+    input(RowInput::Attended).fast = takeHalves(fastRows * std::max(width, l.deltaWidth), _splitRows);
     attendedFloats = _layout.floats(fastRows * std::max(l.gatedQueryWidth / 2, l.deltaWidth));
     if (!l.deltaHeads) return;
     const cuda::DeltaShape shape = deltaShape(l);
@@ -153,6 +200,11 @@ void GpuScratch::takeFeed(const StepLimits& l) {
                                                     cuda::quantizedRowsBytes(exactPairs, l.expertHidden),
                                                     cuda::quantizedRowsBytes(exactRows, l.sharedHidden)}));
     hidden.fast = takeHalves(widest(fastRows, fastPairs), _splitRows);
+}
+
+void GpuScratch::takeStreams(const StepLimits& l) {
+    const int64_t width = l.streams * l.embedding;
+    if (width) input(RowInput::Streams) = {takeExact(exactRows, width), takeHalves(fastRows * width, _splitRows)};
 }
 
 void GpuScratch::takeJoined(const StepLimits& l) {

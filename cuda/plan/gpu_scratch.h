@@ -60,8 +60,9 @@ struct GpuScratch {
     size_t apart = 0;               // [2 * rows, embedding]: a draft's two inputs, before they are joined
     size_t logits = 0;              // [headRows, vocab]
     size_t attention = 0;           // of exact rows
-    size_t attendedFloats = 0;      // [fast rows, width]: a mixer's output before its gate or its norm
-    Halves queries, keys;           // of fast rows, for attention and for Gated DeltaNet
+    size_t blockAttention = 0, blockAttentionBytes = 0, indexScores = 0;  // of kernels/blocks
+    size_t attendedFloats = 0;                      // [fast rows, width]: a mixer's output before its gate or its norm
+    Halves queries, keys;                           // of fast rows, for attention and for Gated DeltaNet
     size_t deltaReaders = 0, deltaReaderBytes = 0;  // zero between launches
     size_t deltaWindows = 0, deltaChunks = 0, grouping = 0;
     size_t pairGroups = 0;  // of exact rows
@@ -78,7 +79,11 @@ private:
     void takeAlways(const StepLimits& limits);
     void takeExperts(const StepLimits& limits);
     void takeMixer(const StepLimits& limits);
+    void takeLatent(const StepLimits& limits);
     void takeFastMixer(const StepLimits& limits);
+    void takeLowRank(const StepLimits& limits);
+    void takeBlocks(const StepLimits& limits);
+    void takeStreams(const StepLimits& limits);
     void takeFeed(const StepLimits& limits);
     void takeJoined(const StepLimits& limits);
     Halves takeHalves(int64_t count, bool split);

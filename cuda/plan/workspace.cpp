@@ -6,6 +6,7 @@
 #include "core/contract.h"
 #include "core/error.h"
 #include "kernels/attention/attention.h"
+#include "kernels/attention/latent_shape.h"
 #include "kernels/delta/gated_delta.h"
 #include "kernels/experts/router.h"
 #include "kernels/rows/rows.h"
@@ -70,6 +71,16 @@ size_t decodeAttentionBytes(int64_t rows, const HeadShape& shape) {
            aligned(sizeof(float) * partials * static_cast<size_t>(shape.headDim));
 }
 
+// As many rows as keep the scratch below 80 MB.
+int64_t latentLaunchRows(int32_t heads) {
+    constexpr int64_t kLaunchHeads = 2048;
+    return std::max<int64_t>(1, std::min(kDecodeLaunchRows, kLaunchHeads / heads));
+}
+
+size_t latentAttentionBytes(int64_t rows, const LatentShape& shape) {
+    return decodeAttentionBytes(std::min(rows, latentLaunchRows(shape.heads)), {shape.heads, 1, shape.rank});
+}
+
 namespace {
 
 template <typename Take> ExpertGrouping takeGrouping(int64_t rows, int32_t used, int32_t experts, const Take& take) {
@@ -113,6 +124,21 @@ void requireHeads(const HeadShape& shape) {
                                                 std::to_string(shape.kvHeads) + " of " + std::to_string(shape.headDim) +
                                                 " elements cannot run on the GPU, which takes heads of 8, 16, .. " +
                                                 std::to_string(kMaxHeadDim) + " elements");
+}
+
+void requireLatent(const LatentShape& shape) {
+    const int32_t unit = shape.rank <= 128 ? 4 : 8;  // elements that a lane owns
+    const bool row = shape.rank > 0 && shape.rank <= kMaxLatentRank && shape.rank % unit == 0 && shape.rotated > 0 &&
+                     shape.rotated % 2 == 0 && shape.rotated <= kMaxLatentRotated && shape.rowDim() % 8 == 0;
+    constexpr int32_t kMostHeads = 4096;  // for which attentionDecode has counters, if each is a group
+    const bool heads = shape.heads > 0 && shape.heads <= kMostHeads;
+    if (row && heads && shape.plainDim > 0 && shape.plainDim <= 4096) return;
+    throw Error(ErrorKind::InvalidArgument,
+                "latent attention with " + std::to_string(shape.heads) + " heads, latents of " +
+                    std::to_string(shape.rank) + " elements and rotated keys of " + std::to_string(shape.rotated) +
+                    " cannot run on the GPU, which takes latents of up to " + std::to_string(kMaxLatentRank) +
+                    " and rotated keys of up to " + std::to_string(kMaxLatentRotated) +
+                    " elements, together a multiple of 8, and up to " + std::to_string(kMostHeads) + " heads");
 }
 
 void requireDelta(const DeltaShape& shape) {

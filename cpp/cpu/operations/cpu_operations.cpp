@@ -71,10 +71,10 @@ void CpuOperations::gatedLinear(RowInput x, const GatedProduct& p, const Weight&
     _work.gatedActivation(p.activation, gates, p.gated() ? ups : nullptr, _work.rows() * p.gate.rows);
 }
 
-void CpuOperations::takeRows(const TakenRows& rows, RowInput to, const Weight& reader) {
+void CpuOperations::takeRows(const TakenRows& rows, RowInput to, Readers readers) {
     const float* const from = _work.at(rows.from);
     auto* const taken = const_cast<float*>(input(to));
-    const int64_t pieces = _work.rows() * rows.pieces, width = reader.cols;
+    const int64_t pieces = _work.rows() * rows.pieces, width = readers.begin()->cols;
     _work.forRanges(pieces, std::max<int64_t>(1, CpuWork::kElementGrain / width), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
             const float* const piece = from + i * rows.stride;

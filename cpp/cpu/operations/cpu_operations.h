@@ -24,7 +24,7 @@ public:
     void joinLayerInputs(const LayerInputsCall& call) override;
     void gateLayerInput(int32_t layer, int64_t width, const Weight& reader) override;
     void prepareHeads(const HeadsCall& heads, const KvPages& pages) override;
-    void takeRows(const TakenRows& rows, RowInput to, const Weight& reader) override;
+    void takeRows(const TakenRows& rows, RowInput to, Readers readers) override;
     void linearByHead(RowInput x, const HeadProduct& call) override;
     void prepareLatent(const LatentCall& call, const KvPages& pages) override;
     void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) override;

@@ -30,7 +30,8 @@ Activation clamped(const ModelReader& model, const std::string& key, const std::
     const Metadata& md = model.metadata();
     const std::string name = model.key(md.has(model.key(key)) ? key : fallback);
     const double limit = md.numberAt(name, layer);
-    if (!(limit > 0)) throw Error(ErrorKind::BadModel, "metadata key '" + name + "' must be positive");
+    if (!(limit >= 0)) throw Error(ErrorKind::BadModel, "metadata key '" + name + "' must not be negative");
+    if (limit == 0) return {};  // no clamp
     return {ActivationKind::ClampedSilu, static_cast<float>(limit)};
 }
 

@@ -63,9 +63,25 @@ void attendFast(CudaPass& pass, const HeadsCall& call, const KvPages& pages, con
     cuda::gateHeads(pass.stream, ungated.floats, gates, pass.fastRows(), call.heads, pages.headDim, written);
 }
 
+// Values are the beginnings of keys; see LatentSpec. Each (row, head) is a row for the product with `reader`.
+void attendLatent(CudaPass& pass, const HeadsCall& call, const KvPages& pages, const Weight& reader) {
+    const int64_t heads = call.heads;
+    const cuda::RowOutputs& to = pass.shapePieces(RowInput::Attended, reader, heads).exact;
+    const auto attend = [&](int64_t first, const cuda::BatchRows& batch) {
+        if (batch.rows == 0) return;
+        cuda::attentionDecode(pass.stream, pass.floats(RowBuffer::Queries) + first * heads * pages.headDim,
+                              shapeOf(call, pages), ruleOf(call), batch, pages,
+                              pass.at<uint8_t>(pass.layout->attention),
+                              cuda::rowsFrom(to, first * heads, pages.valuePrefix));
+    };
+    attend(0, pass.view.exactOf(pages));
+    attend(pass.exactRows(), pass.view.fastOf(pages));
+}
+
 }  // namespace
 
 void CudaOperations::prepareHeads(const HeadsCall& call, const KvPages& pages) {
+    if (CudaBlocks::has(call)) return _blocks.prepareHeads(call, pages);
     const int64_t width = int64_t{call.heads} * pages.headDim, kvWidth = int64_t{pages.kvHeads} * pages.headDim;
     const int64_t exact = _pass.exactRows();
     float *const q = _pass.floats(RowBuffer::Queries), *const k = _pass.floats(RowBuffer::Keys),
@@ -84,6 +100,8 @@ void CudaOperations::prepareHeads(const HeadsCall& call, const KvPages& pages) {
 }
 
 void CudaOperations::attend(const HeadsCall& call, const KvPages& pages, const Weight& reader) {
+    if (CudaBlocks::has(call)) return _blocks.attend(call, pages, reader);
+    if (pages.valuePrefix > 0) return attendLatent(_pass, call, pages, reader);
     const Activations& attended = _pass.shape(RowInput::Attended, {reader}, reader.cols);
     if (_pass.exactRows()) attendExact(_pass, call, pages, reader, attended);
     if (_pass.fastRows()) attendFast(_pass, call, pages, attended);

@@ -1,19 +1,62 @@
-// Latent attention on the GPU; see cuda_operations.h. CudaKind refuses such models before they are loaded.
+// Latent attention on the GPU; see cuda_operations.h. Products by head and attention take fast rows as they take exact
+// ones: by the contract.
 #include "backend/operations/cuda_operations.h"
 #include "core/error.h"
+#include "kernels/heads/latent.h"
+#include "kernels/matvec/by_head.h"
 
 namespace sharpi {
 
 namespace {
 
-[[noreturn]] void refuse() { throw Error(ErrorKind::Internal, "the GPU has no kernels for latent attention"); }
+// Rows [first, first + count) of the batch, normalized if there is a norm.
+void takeWhole(CudaPass& pass, const TakenRows& rows, int64_t first, int64_t count, int64_t cols,
+               const cuda::RowOutputs& to) {
+    const float* const from = pass.floats(rows.from) + first * rows.stride;
+    if (count == 0) return;
+    if (rows.norm) cuda::rmsNorm(pass.stream, from, nullptr, rows.norm, rows.eps, count, cols, to);
+    else cuda::convertRows(pass.stream, from, count, cols, to);
+}
 
 }  // namespace
 
-void CudaOperations::takeRows(const TakenRows&, RowInput, const Weight&) { refuse(); }
+void CudaOperations::takeRows(const TakenRows& rows, RowInput to, Readers readers) {
+    const int64_t exact = _pass.exactRows(), fast = _pass.fastRows(), cols = readers.begin()->cols;
+    if (to == RowInput::PlainQueries) {
+        const Activations& taken = _pass.shapePieces(to, *readers.begin(), rows.pieces);
+        return cuda::takePieces(_pass.stream, _pass.floats(rows.from), rows.stride, _pass.view.rows * rows.pieces, cols,
+                                taken.exact);
+    }
+    if (rows.pieces != 1 || rows.stride != cols)
+        throw Error(ErrorKind::Internal, "the GPU takes pieces of rows for products by head alone");
+    const Activations& taken = _pass.shape(to, readers, cols);
+    takeWhole(_pass, rows, 0, exact, cols, taken.exact);
+    takeWhole(_pass, rows, exact, fast, cols, {nullptr, {}, taken.fast});
+}
 
-void CudaOperations::linearByHead(RowInput, const HeadProduct&) { refuse(); }
+void CudaOperations::linearByHead(RowInput x, const HeadProduct& call) {
+    const Activations& pieces = _pass.input(x);
+    const cuda::MatvecInput input{pieces.exact.floats, pieces.exact.quantized};
+    _pass.forParts(call.w, [&](const Matrix& part, int64_t begin, bool) {
+        cuda::matvecByHead(_pass.stream, input, _pass.view.rows,
+                           {part, begin, call.w.rows / call.heads, call.heads, call.stride}, _pass.floats(call.to));
+    });
+}
 
-void CudaOperations::prepareLatent(const LatentCall&, const KvPages&) { refuse(); }
+void CudaOperations::prepareLatent(const LatentCall& call, const KvPages& pages) {
+    const cuda::LatentShape shape{call.heads, pages.valuePrefix, pages.headDim - pages.valuePrefix, call.plainDim};
+    const cuda::LatentPreparation how{call.norm,     call.eps,           call.rope.cos,
+                                      call.rope.sin, call.rope.adjacent, call.queryScale};
+    const auto prepare = [&](int64_t first, const cuda::BatchRows& batch) {
+        if (batch.rows == 0) return;
+        float* const q = _pass.floats(RowBuffer::Queries) + first * shape.heads * shape.rowDim();
+        const float* const plain =
+            _pass.floats(RowBuffer::HeadQueries) + first * shape.heads * (shape.plainDim + shape.rotated);
+        const float* const keys = _pass.floats(RowBuffer::Keys) + first * shape.rowDim();
+        cuda::prepareLatent(_pass.stream, q, plain, keys, shape, how, batch, pages);
+    };
+    prepare(0, _pass.view.exactOf(pages));
+    prepare(_pass.exactRows(), _pass.view.fastOf(pages));
+}
 
 }  // namespace sharpi

@@ -5,6 +5,8 @@
 #include "backend/cuda_pass.h"
 #include "backend/cuda_products.h"
 #include "backend/host_rows_sharer.h"
+#include "backend/operations/cuda_blocks.h"
+#include "backend/operations/cuda_streams.h"
 #include "kernels/delta/gated_delta.h"
 #include "operations/operations.h"
 
@@ -13,7 +15,12 @@ namespace sharpi {
 class CudaOperations : public Operations {
 public:
     CudaOperations(CudaPass& pass, CudaExpertCache& cache)
-        : _pass(pass), _sharer(pass), _products(pass, _sharer), _experts(pass, _products, cache) {}
+        : _pass(pass),
+          _sharer(pass),
+          _products(pass, _sharer),
+          _experts(pass, _products, cache),
+          _blocks(pass),
+          _streams(pass) {}
 
     void embed(const Weight& table, float scale) override;
     void norm(const OptionalPart& part, const NormCall& norm, Readers readers, bool floats) override;
@@ -25,12 +32,12 @@ public:
     void joinLayerInputs(const LayerInputsCall& call) override;
     void gateLayerInput(int32_t layer, int64_t width, const Weight& reader) override;
     void prepareHeads(const HeadsCall& heads, const KvPages& pages) override;
-    void takeRows(const TakenRows& rows, RowInput to, const Weight& reader) override;
+    void takeRows(const TakenRows& rows, RowInput to, Readers readers) override;
     void linearByHead(RowInput x, const HeadProduct& call) override;
     void prepareLatent(const LatentCall& call, const KvPages& pages) override;
     void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) override;
-    BlockOperations& blocks() override;
-    StreamOperations& streams() override;
+    BlockOperations& blocks() override { return _blocks; }
+    StreamOperations& streams() override { return _streams; }
     void deltaRule(const DeltaCall& call, const RecurrentLayer& state, const Weight& reader) override;
     void mamba(const MambaCall& call, const RecurrentLayer& state, const Weight& reader) override;
     void route(const ExpertCall& call) override { _experts.route(call); }
@@ -49,6 +56,8 @@ private:
     HostRowsSharer _sharer;
     CudaProducts _products;
     CudaExperts _experts;
+    CudaBlocks _blocks;
+    CudaStreams _streams;
 };
 
 }  // namespace sharpi

@@ -18,7 +18,13 @@
 // because a lane that read its key directly would touch as many cache lines as there are lanes. Values do not: a lane
 // owns kWidth neighbouring dimensions, runs over the keys, and reads the next ones while it adds. Shared memory is what
 // limits the warps of a multiprocessor, so a page's weights and outputs lie where its keys were.
+//
+// In latent attention (KvPages::valuePrefix) values are the first elements of keys: the kernel is the same, but that
+// results are shorter than queries, and each (row, head) is a row for the next product. All heads share one kv head. It
+// is divided into several with the same keys, of up to a tile of heads each, so that other blocks take them: a tile
+// reads the page from the L2 cache anyway.
 #include "kernels/attention/decode_kernel.cuh"
+#include "kernels/attention/latent_shape.h"
 
 namespace sharpi::cuda {
 
@@ -48,23 +54,44 @@ static void launchRows(Stream& stream, Args args, void* scratch) {
 
 }  // namespace decode
 
+// The kv heads that the one of latent attention is divided into.
+static int32_t latentParts(int32_t heads) {
+    for (int32_t group = kLatentGroup; group > 1; --group)
+        if (heads % group == 0) return heads / group;
+    return heads;
+}
+
+static void requireLatentAttendable(const HeadShape& shape, const KvPages& pages) {
+    if (shape.kvHeads != 1 || shape.headDim != pages.headDim || pages.pageTokens != kAttentionPage)
+        throw Error(ErrorKind::Internal, "attentionDecode cannot read these pages of latents");
+    requireLatent({shape.heads, pages.valuePrefix, shape.headDim - pages.valuePrefix, 1});
+}
+
 void attentionDecode(Stream& stream, const float* q, const HeadShape& shape, const AttentionRule& rule,
                      const BatchRows& batch, const KvPages& pages, void* scratch, const RowOutputs& out) {
-    requireAttendable(shape, pages);
-    if (out.half.hi || (out.quantized.q && shape.headDim % kContractBlock != 0))
+    const bool isLatent = pages.valuePrefix > 0;
+    if (isLatent) requireLatentAttendable(shape, pages);
+    else requireAttendable(shape, pages);
+    const int32_t valueDim = kvValueDim(shape.headDim, pages.valuePrefix);
+    if (out.half.hi || (out.quantized.q && valueDim % kContractBlock != 0))
         throw Error(ErrorKind::Internal, "attentionDecode cannot write these outputs");
-    const int group = shape.heads / shape.kvHeads;
-    const int64_t width = int64_t{shape.heads} * shape.headDim, most = decodeLaunchRows(shape.kvHeads);
+    HeadShape parts = shape;
+    if (isLatent) parts.kvHeads = latentParts(shape.heads);
+    const int group = parts.heads / parts.kvHeads;
+    const int64_t width = int64_t{shape.heads} * shape.headDim, outWidth = int64_t{shape.heads} * valueDim;
+    const int64_t most = isLatent ? latentLaunchRows(shape.heads) : decodeLaunchRows(shape.kvHeads);
+    KvPages read = pages;
+    if (isLatent) read.v = read.k;
     const auto inverse = static_cast<uint32_t>(group == 1 ? 0 : (uint64_t{1} << 32) / group + 1);
     for (int64_t first = 0; first < batch.rows; first += most) {
         const int64_t rows = std::min(most, batch.rows - first);
         const decode::Args args = {q + first * width,
-                                   shape,
+                                   parts,
                                    rule,
                                    batch.from(first, rows),
-                                   pages,
+                                   read,
                                    {},
-                                   rowsFrom(out, first, width),
+                                   rowsFrom(out, first, outWidth),
                                    {},
                                    {},
                                    group,

@@ -130,8 +130,9 @@ __device__ __forceinline__ void scaleRow(const SharedScale& scale, int64_t row, 
 template <int kHeld> __device__ __forceinline__ void scoreLogits(float (&p)[kHeld], Gating gating) {
     if (gating == Gating::Softmax) return softmaxRow(p);
     if (gating == Gating::SoftmaxOfChosen) return;
+    const bool root = gating == Gating::RootSoftplus;
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) p[i] = portableSigmoid(p[i]);
+    for (int i = 0; i < kHeld; ++i) p[i] = root ? __fsqrt_rn(portableSoftplus(p[i])) : portableSigmoid(p[i]);
 }
 
 // The key of a group of `size` experts from `first` on. The warp calls it, and every lane gets it.
@@ -219,6 +220,35 @@ __device__ __forceinline__ void pickAll(const float (&p)[kHeld], uint32_t (&keys
     __syncwarp();
 }
 
+// The experts with the best scores, by rank, to shared memory: as pickAll() does.
+template <int kHeld>
+__device__ __forceinline__ void pickByScore(const float (&p)[kHeld], uint2* picks, const RouteRule& rule, int lane) {
+    uint32_t keys[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+        const int32_t expert = i * 32 + lane;
+        keys[i] = 0;
+        if (expert < rule.experts)
+            keys[i] = scoreKey(rule.choiceBias ? __fadd_rn(p[i], rule.choiceBias[expert]) : p[i]);
+    }
+    if (rule.groups > 1) keepBestGroups(keys, rule, lane);
+    pickAll(p, keys, picks, rule.used, lane);
+}
+
+// The experts that the row's token names, by rank, to shared memory: their scores and their indices.
+template <int kHeld>
+__device__ __forceinline__ void pickByToken(const float (&p)[kHeld], uint2* picks, const RouteRule& rule, int64_t row,
+                                            int lane) {
+    const float* const named = rule.tokenChoices + int64_t{rule.tokens[row]} * rule.used;
+    for (int32_t k = 0; k < rule.used; ++k) {
+        const auto expert = static_cast<int32_t>(named[k]);
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i)
+            if (i * 32 + lane == expert) picks[k] = make_uint2(__float_as_uint(p[i]), static_cast<uint32_t>(expert));
+    }
+    __syncwarp();
+}
+
 // The most common rule: the softmax of all logits, by which experts are chosen and weighed.
 template <int kHeld>
 __device__ __forceinline__ void routePlainly(float (&p)[kHeld], uint2* picks, const RouteRule& rule, int64_t row,
@@ -273,15 +303,8 @@ __global__ void __launch_bounds__(kRouteWarps * 32)
         routePlainly(p, picks, rule, row, lane, weight);
     } else {
         scoreLogits(p, rule.gating);
-        uint32_t keys[kHeld];
-#pragma unroll
-        for (int i = 0; i < kHeld; ++i) {
-            const int32_t expert = i * 32 + lane;
-            keys[i] = 0;
-            if (expert < experts) keys[i] = scoreKey(rule.choiceBias ? __fadd_rn(p[i], rule.choiceBias[expert]) : p[i]);
-        }
-        if (rule.groups > 1) keepBestGroups(keys, rule, lane);
-        pickAll(p, keys, picks, used, lane);
+        if (rule.tokenChoices) pickByToken(p, picks, rule, row, lane);
+        else pickByScore(p, picks, rule, lane);
         weighChosen(picks, rule, row, lane, weight);
     }
     for (int32_t k = lane; k < used; k += 32) {
@@ -506,7 +529,8 @@ void route(Stream& stream, const float* logits, int64_t rows, const RouteRule& r
                                                     " groups of experts cannot be routed on the GPU");
     }
     const int routers = rows > 64 ? kRouteWarps / 2 : 1;
-    const bool plain = rule.gating == Gating::Softmax && rule.groups == 1 && !rule.choiceBias && !rule.outputScale;
+    const bool plain = rule.gating == Gating::Softmax && rule.groups == 1 && !rule.choiceBias && !rule.outputScale &&
+                       !rule.tokenChoices;
     const auto kernel = rule.experts <= 128   ? plain ? routeKernel<4, true> : routeKernel<4, false>
                           : rule.experts <= 256 ? plain ? routeKernel<8, true> : routeKernel<8, false>
                           : rule.experts <= 512 ? plain ? routeKernel<16, true> : routeKernel<16, false>

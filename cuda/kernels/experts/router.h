@@ -24,6 +24,9 @@ struct RouteRule {
     Gating gating = Gating::Softmax;
     int32_t groups = 1, groupsUsed = 1;
     const float *choiceBias = nullptr, *outputScale = nullptr;
+    // [vocab, used]: the experts of each token, by rank; null: the scores choose. tokens: of the rows.
+    const float* tokenChoices = nullptr;
+    const int32_t* tokens = nullptr;
 };
 constexpr int32_t kMostGroups = 32;
 

@@ -71,14 +71,17 @@ __device__ __forceinline__ float activated(Activation activation, float gate) {
         return __fmul_rn(r, r);
     }
     const float g = activation.limit < gate ? activation.limit : gate;
-    return overOnePlusExp(g, __fmul_rn(g, kSwigluExponent));
+    const bool silu = activation.kind == ActivationKind::ClampedSilu;
+    return overOnePlusExp(g, silu ? __fsub_rn(0.0f, g) : __fmul_rn(g, kSwigluExponent));
 }
 
 // The last factor, from `up`.
 __device__ __forceinline__ float upFactor(Activation activation, float up) {
-    if (activation.kind != ActivationKind::ClampedSwiglu) return up;
+    const bool silu = activation.kind == ActivationKind::ClampedSilu;
+    if (!silu && activation.kind != ActivationKind::ClampedSwiglu) return up;
     const float limit = activation.limit, least = __fsub_rn(0.0f, limit), below = limit < up ? limit : up;
-    return __fadd_rn(least > below ? least : below, 1.0f);
+    const float clamped = least > below ? least : below;
+    return silu ? clamped : __fadd_rn(clamped, 1.0f);
 }
 
 __device__ __forceinline__ float gatedValue(Activation activation, float gate, float up) {

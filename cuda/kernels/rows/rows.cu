@@ -86,6 +86,11 @@ __device__ __forceinline__ float squaresOfGroups(const float* row, int64_t cols)
     return two ? addGroup(second, accumulator) : accumulator;
 }
 
+// A quad of the norm's weights; without weights they are 1.
+__device__ __forceinline__ float4 weightQuad(const float* weights, int64_t at, bool whole, int64_t count) {
+    return weights ? loadQuad(weights + at, whole, count) : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+}
+
 // Row blockIdx.x, quads from blockIdx.y * kSpreadThreads on. Other blocks may still read the row while this one writes.
 __global__ void __launch_bounds__(kSpreadThreads)
     spreadNormKernel(const float* x, const int32_t* rowIndex, const float* weights, float eps, int64_t cols,
@@ -97,7 +102,7 @@ __global__ void __launch_bounds__(kSpreadThreads)
     const int64_t column = (int64_t{blockIdx.y} * kSpreadThreads + threadIdx.x) * 4, left = cols - column;
     const bool valid = left > 0;
     float4 w = make_float4(0.0f, 0.0f, 0.0f, 0.0f), y = w;
-    if (valid) w = loadQuad(weights + int64_t{blockIdx.x % weightRows} * cols + column, whole, left);
+    if (valid) w = weightQuad(weights, int64_t{blockIdx.x % weightRows} * cols + column, whole, left);
     waitForPrevious();
     const float* in = x + (rowIndex ? int64_t{rowIndex[row]} : row) * cols;
     if (valid) y = loadQuad(in + column, whole, left);
@@ -128,13 +133,13 @@ __global__ void __launch_bounds__(512, 2)
     allowNext();
     float* staged = reinterpret_cast<float*>(stagedQuads);
     const int64_t quads = (cols + 3) / 4;
-    const float* weight = weights + int64_t{blockIdx.x % weightRows} * cols;
+    const int64_t weightsAt = int64_t{blockIdx.x % weightRows} * cols;
     float4 held[kHeld];
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) {
         const int64_t q = threadIdx.x + int64_t{j} * blockDim.x;
         held[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (q < quads) held[j] = loadQuad(weight + q * 4, whole, cols - q * 4);
+        if (q < quads) held[j] = weightQuad(weights, weightsAt + q * 4, whole, cols - q * 4);
     }
     waitForPrevious();
 
@@ -173,7 +178,7 @@ __global__ void __launch_bounds__(512, 2)
     for (int64_t ahead = int64_t{kHeld} * blockDim.x; warpFirst + ahead < quads; ahead += blockDim.x) {
         const int64_t q = threadIdx.x + ahead;
         float4 w = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (q < quads) w = loadQuad(weight + q * 4, whole, cols - q * 4);
+        if (q < quads) w = weightQuad(weights, weightsAt + q * 4, whole, cols - q * 4);
         finish(q, w);
     }
 }

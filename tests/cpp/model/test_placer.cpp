@@ -1,8 +1,10 @@
 // What DevicePlacer makes of a plan's homes: which of a matrix's rows are the CPU's. And what a plan counts beside
 // weights.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "core/contract.h"
@@ -69,6 +71,24 @@ TEST(DevicePlacer, TheCpuGetsTheRowsThatAreAskedForUpToABlock) {
         }
     }
     for (const int64_t asked : {32, 64, 1024}) EXPECT_EQ(world.place(1024, Home::Direct, asked).cpuRows, asked);
+}
+
+// What a device uploads from may be pinned, in whole pages: none of them holds anything else.
+TEST(DevicePlacer, WhatIsMadeLiesOnPagesOfItsOwn) {
+    World world;
+    const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+    std::vector<uintptr_t> pages;
+    for (const int64_t rows : {1, 3, 40, 64, 65, 1}) {
+        std::vector<uint8_t> bytes(static_cast<size_t>(rows) * 64 * sizeof(float));
+        for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<uint8_t>(i * 7 + static_cast<size_t>(rows));
+        const Weight made = world.placer.made({DType::F32, rows, 64, nullptr}, bytes, "made");
+        EXPECT_EQ(std::memcmp(made.file, bytes.data(), bytes.size()), 0);
+        const auto begin = reinterpret_cast<uintptr_t>(made.file);
+        EXPECT_EQ(begin % page, 0u);
+        for (uintptr_t at = begin; at < begin + bytes.size(); at += page) pages.push_back(at / page);
+    }
+    std::sort(pages.begin(), pages.end());
+    EXPECT_EQ(std::adjacent_find(pages.begin(), pages.end()), pages.end());
 }
 
 TEST(DevicePlacer, NoRowsOfWhatIsResidentAreTheCpus) {

@@ -8,6 +8,7 @@
 
 #include "core/error.h"
 #include "kernels/attention/attention.h"
+#include "kernels/attention/latent_shape.h"
 #include "kernels/experts/expert_cache.h"
 #include "kernels/experts/router.h"
 #include "kernels/formats/packed_shape.h"
@@ -51,12 +52,23 @@ cuda::DeltaShape deltaShape() {
     return shape;
 }
 
+cuda::LatentShape latentShape(const StepLimits& l) {
+    return {l.latentHeads, l.latentRank, l.headDim - l.latentRank, l.plainDim};
+}
+
 int64_t quantized(int64_t rows, int64_t cols) { return static_cast<int64_t>(cuda::quantizedRowsBytes(rows, cols)); }
 
 // Bytes of a block's numbers.
 int64_t numberBytes(const GpuScratch::Numbers& numbers) { return kInt * numbers.layout->count(); }
 
 const GpuScratch::Input& input(const GpuScratch& s, RowInput which) { return s.inputs[static_cast<size_t>(which)]; }
+
+int64_t attentionBytes(const GpuScratch& s, const StepLimits& l) {
+    if (l.outputGroups) return cuda::kDecodeCounterBytes;
+    return static_cast<int64_t>(l.latentHeads
+                                    ? cuda::latentAttentionBytes(l.maxRows, latentShape(l))
+                                    : cuda::decodeAttentionBytes(s.exactRows, {l.heads, l.kvHeads, l.headDim}));
+}
 
 // What is held all through a pass.
 std::vector<Part> always(const GpuScratch& s, const StepLimits& l) {
@@ -73,8 +85,9 @@ std::vector<Part> always(const GpuScratch& s, const StepLimits& l) {
         {"normedQuant", input(s, RowInput::Normed).exact.quantized, quantized(exact, l.embedding)},
         {"normedHi", input(s, RowInput::Normed).fast.hi, kHalf * fast * l.embedding},
         {"normedLo", input(s, RowInput::Normed).fast.lo, split * kHalf * fast * l.embedding},
-        {"attention", s.attention,
-         static_cast<int64_t>(cuda::decodeAttentionBytes(exact, {l.heads, l.kvHeads, l.headDim}))},
+        {"attention", s.attention, attentionBytes(s, l)},
+        {"streams", s.rows[RowBuffer::Streams], kFloat * rows * l.streams * l.embedding},
+        {"streamMix", s.rows[RowBuffer::StreamMix], kFloat * rows * l.streams * (2 + l.streams)},
         {"deltaReaders", s.deltaReaders,
          l.deltaHeads ? static_cast<int64_t>(cuda::deltaStepBytes(std::min<int64_t>(rows, 80), deltaShape())) : 0},
         {"sampling", s.sampling, static_cast<int64_t>(cuda::samplingScratchBytes(l.vocab))},
@@ -130,6 +143,74 @@ std::vector<Part> ofMixer(const GpuScratch& s, const StepLimits& l) {
         {"deltaWindows", s.deltaWindows, delta * kFloat * tiles * (l.deltaConvWidth - 1) * l.deltaChannels},
         {"deltaChunks", s.deltaChunks,
          delta ? static_cast<int64_t>(cuda::deltaChunkBytes(fast, tiles, deltaShape(), true)) : 0},
+    };
+}
+
+// In latent attention. Products by head read the exact forms of all rows, plain queries before attention writes its
+// own.
+std::vector<Part> ofLatent(const GpuScratch& s, const StepLimits& l) {
+    const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows, heads = rows * l.latentHeads;
+    const int64_t split = l.floatWeights ? 1 : 0;
+    return {
+        {"q", s.rows[RowBuffer::Queries], kFloat * rows * l.queryWidth},
+        {"k", s.rows[RowBuffer::Keys], kFloat * rows * l.kvWidth},
+        {"v", s.rows[RowBuffer::Values], kFloat * rows * l.kvWidth},
+        {"lowRankQueries", s.rows[RowBuffer::LowRankQueries], kFloat * rows * l.queryRank},
+        {"headQueries", s.rows[RowBuffer::HeadQueries], kFloat * rows * l.headQueryWidth},
+        {"headValues", s.rows[RowBuffer::HeadValues], kFloat * rows * l.headValueWidth},
+        {"attended", input(s, RowInput::Attended).exact.floats, kFloat * heads * l.latentRank},
+        {"attendedQuant", input(s, RowInput::Attended).exact.quantized, quantized(heads, l.latentRank)},
+        {"lowRank", input(s, RowInput::LowRank).exact.floats, kFloat * exact * l.queryRank},
+        {"lowRankQuant", input(s, RowInput::LowRank).exact.quantized, quantized(exact, l.queryRank)},
+        {"lowRankHi", input(s, RowInput::LowRank).fast.hi, kHalf * fast * l.queryRank},
+        {"lowRankLo", input(s, RowInput::LowRank).fast.lo, split * kHalf * fast * l.queryRank},
+        {"values", input(s, RowInput::HeadValues).exact.floats, kFloat * exact * l.headValueWidth},
+        {"valuesQuant", input(s, RowInput::HeadValues).exact.quantized, quantized(exact, l.headValueWidth)},
+        {"valuesHi", input(s, RowInput::HeadValues).fast.hi, kHalf * fast * l.headValueWidth},
+        {"valuesLo", input(s, RowInput::HeadValues).fast.lo, split * kHalf * fast * l.headValueWidth},
+    };
+}
+
+// In attention over blocks. The product by group reads the exact forms of all rows.
+std::vector<Part> ofBlocks(const GpuScratch& s, const StepLimits& l) {
+    const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows, groups = rows * l.outputGroups;
+    const int64_t split = l.floatWeights ? 1 : 0;
+    // 100 blocks are a segment, and a window of 128 may begin in the one before its last.
+    const auto oneRow = int64_t{3} * l.heads * (l.headDim + 2) * kFloat;
+    return {
+        {"q", s.rows[RowBuffer::Queries], kFloat * rows * l.queryWidth},
+        {"k", s.rows[RowBuffer::Keys], kFloat * rows * l.kvWidth},
+        {"v", s.rows[RowBuffer::Values], kFloat * rows * l.kvWidth},
+        {"lowRankQueries", s.rows[RowBuffer::LowRankQueries], kFloat * rows * l.queryRank},
+        {"headValues", s.rows[RowBuffer::HeadValues], kFloat * rows * l.headValueWidth},
+        {"compressorKeys", s.rows[RowBuffer::CompressorKeys], kFloat * rows * l.compressorWidth},
+        {"compressorGates", s.rows[RowBuffer::CompressorGates], kFloat * rows * l.compressorWidth},
+        {"indexQueries", s.rows[RowBuffer::IndexQueries], kFloat * rows * l.indexWidth},
+        {"indexWeights", s.rows[RowBuffer::IndexWeights], kFloat * rows * l.indexHeads},
+        {"chosenBlocks", s.rows[RowBuffer::ChosenBlocks], kInt * rows * l.topK},
+        {"attended", input(s, RowInput::Attended).exact.floats, kFloat * groups * l.groupWidth},
+        {"attendedQuant", input(s, RowInput::Attended).exact.quantized, quantized(groups, l.groupWidth)},
+        {"lowRank", input(s, RowInput::LowRank).exact.floats, kFloat * exact * l.queryRank},
+        {"lowRankQuant", input(s, RowInput::LowRank).exact.quantized, quantized(exact, l.queryRank)},
+        {"lowRankHi", input(s, RowInput::LowRank).fast.hi, kHalf * fast * l.queryRank},
+        {"lowRankLo", input(s, RowInput::LowRank).fast.lo, split * kHalf * fast * l.queryRank},
+        {"values", input(s, RowInput::HeadValues).exact.floats, kFloat * exact * l.headValueWidth},
+        {"valuesQuant", input(s, RowInput::HeadValues).exact.quantized, quantized(exact, l.headValueWidth)},
+        {"valuesHi", input(s, RowInput::HeadValues).fast.hi, kHalf * fast * l.headValueWidth},
+        {"valuesLo", input(s, RowInput::HeadValues).fast.lo, split * kHalf * fast * l.headValueWidth},
+        {"segments", s.blockAttention, std::max(oneRow, std::min(oneRow * rows, int64_t{48} << 20))},
+        {"indexScores", s.indexScores, kFloat * std::min<int64_t>(rows, 64) * l.blocks},
+    };
+}
+
+std::vector<Part> ofStreams(const GpuScratch& s, const StepLimits& l) {
+    const int64_t width = l.streams * l.embedding;
+    if (!width) return {};
+    return {
+        {"streamsIn", input(s, RowInput::Streams).exact.floats, kFloat * s.exactRows * width},
+        {"streamsQuant", input(s, RowInput::Streams).exact.quantized, quantized(s.exactRows, width)},
+        {"streamsHi", input(s, RowInput::Streams).fast.hi, kHalf * s.fastRows * width},
+        {"streamsLo", input(s, RowInput::Streams).fast.lo, l.floatWeights ? kHalf * s.fastRows * width : 0},
     };
 }
 
@@ -194,20 +275,41 @@ StepLimits hybrid(int64_t rows) {
     return l;
 }
 
+StepLimits latent(int64_t rows) {
+    StepLimits l = withExperts(rows);
+    l.heads = l.latentHeads = 20, l.kvHeads = 1, l.headDim = 576, l.latentRank = 512, l.plainDim = 192;
+    l.queryWidth = 20 * 576, l.kvWidth = 576, l.queryRank = 96;
+    l.headQueryWidth = 20 * 256, l.headValueWidth = 20 * 256;
+    l.floatWeights = true;
+    return l;
+}
+
+StepLimits blocks(int64_t rows) {
+    StepLimits l = withExperts(rows);
+    l.heads = 16, l.kvHeads = 1, l.headDim = 512, l.queryWidth = 16 * 512, l.kvWidth = 512;
+    l.queryRank = 96, l.outputGroups = 4, l.groupWidth = 4 * 512, l.headValueWidth = 4 * 64;
+    l.compressorDim = 512, l.compressorWidth = 1024, l.indexHeads = 8, l.indexWidth = 8 * 128;
+    l.topK = 100, l.blocks = 256, l.seenBlocks = 100, l.blockWindow = 128;
+    l.streams = 4;
+    l.floatWeights = true;
+    return l;
+}
+
 TEST(GpuScratch, WhatIsUsedTogetherLiesApart) {
-    for (const auto make : {dense, withExperts, hybrid}) {
+    for (const auto make : {dense, withExperts, hybrid, latent, blocks}) {
         for (const PromptMode prompt : {PromptMode::Fast, PromptMode::Exact}) {
             for (const int64_t rows : {1, 5, 8, 9, 64, 300, 2048}) {
                 StepLimits l = make(rows);
                 l.prompt = prompt;
                 SCOPED_TRACE(std::to_string(rows) + " rows, experts " + std::to_string(l.experts) +
-                             ", heads of delta " + std::to_string(l.deltaHeads) +
-                             (prompt == PromptMode::Exact ? ", exact" : ", fast"));
+                             ", heads of delta " + std::to_string(l.deltaHeads) + ", of latents " +
+                             std::to_string(l.latentHeads) + (prompt == PromptMode::Exact ? ", exact" : ", fast"));
                 const GpuScratch s(l);
                 EXPECT_EQ(s.exactRows, prompt == PromptMode::Exact ? rows : std::min<int64_t>(rows, 64));
                 EXPECT_EQ(s.fastRows, prompt == PromptMode::Exact ? 0 : rows);
                 size_t end = 0;
-                for (const auto phase : {ofMixer, ofFeed, ofJoin}) {
+                const auto mixer = l.latentHeads ? ofLatent : l.outputGroups ? ofBlocks : ofMixer;
+                for (const auto phase : {mixer, ofFeed, ofStreams, ofJoin}) {
                     std::vector<Part> parts = always(s, l);
                     for (const Part& part : phase(s, l)) parts.push_back(part);
                     end = std::max(end, expectApart(parts, s.bytes()));
@@ -296,6 +398,38 @@ TEST(GpuScratch, RefusesHeadsWithoutKernels) {
     EXPECT_NO_THROW(cuda::requireHeads({1000, 1, 512}));
     for (const cuda::HeadShape shape : {cuda::HeadShape{4, 2, 520}, {4, 2, 12}, {4, 2, 0}, {4, 3, 64}, {0, 1, 64}})
         EXPECT_THROW(cuda::requireHeads(shape), Error);
+}
+
+TEST(GpuScratch, RefusesLatentsWithoutKernels) {
+    EXPECT_NO_THROW(cuda::requireLatent({128, 512, 64, 128}));
+    EXPECT_NO_THROW(cuda::requireLatent({3, 20, 12, 7}));
+    for (const cuda::LatentShape shape : {cuda::LatentShape{4, 520, 64, 128},
+                                          {4, 512, 136, 128},
+                                          {4, 132, 4, 128},
+                                          {4, 32, 12, 64},
+                                          {0, 512, 64, 128},
+                                          {4097, 512, 64, 128}})
+        EXPECT_THROW(cuda::requireLatent(shape), Error);
+}
+
+// The scratch of latent attention stays small however many heads and rows there are.
+TEST(GpuScratch, HasDecodesRingForLatents) {
+    for (const int32_t heads : {1, 5, 16, 20, 64, 128, 131, 2048}) {
+        const cuda::LatentShape shape = {heads, 512, 64, 128};
+        const int64_t most = cuda::latentLaunchRows(heads);
+        EXPECT_LE(most * heads, 2048);
+        EXPECT_LT(cuda::latentAttentionBytes(100000, shape), size_t{80} << 20);
+        for (int64_t rows = 1; rows <= most; rows++) {
+            const cuda::DecodeRing ring = cuda::decodeRing(rows * heads);
+            // Heads may all be groups of their own.
+            const int64_t counters = 1 + rows * heads * (1 + ring.slots / ring.batch);
+            EXPECT_LE(counters * kInt, static_cast<int64_t>(cuda::kDecodeCounterBytes));
+            const auto needed = static_cast<size_t>(cuda::kDecodeCounterBytes +
+                                                    kFloat * rows * heads * (ring.slots + 1) * (2 + shape.rank));
+            for (const int64_t up : {rows, int64_t{64}, int64_t{1000}})
+                EXPECT_GE(cuda::latentAttentionBytes(up, shape), needed) << heads << " heads, " << rows << " of " << up;
+        }
+    }
 }
 
 // Decode's counters, and a maximum, a sum and headDim outputs for each slot, for all shapes and rows up to the largest.

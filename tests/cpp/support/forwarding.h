@@ -26,7 +26,7 @@ public:
         _to.gateLayerInput(layer, width, reader);
     }
     void prepareHeads(const HeadsCall& heads, const KvPages& pages) override { _to.prepareHeads(heads, pages); }
-    void takeRows(const TakenRows& rows, RowInput to, const Weight& reader) override { _to.takeRows(rows, to, reader); }
+    void takeRows(const TakenRows& rows, RowInput to, Readers readers) override { _to.takeRows(rows, to, readers); }
     void linearByHead(RowInput x, const HeadProduct& call) override { _to.linearByHead(x, call); }
     void prepareLatent(const LatentCall& call, const KvPages& pages) override { _to.prepareLatent(call, pages); }
     void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) override {

@@ -473,6 +473,37 @@ inline std::vector<Options> gemma4Variants() {
     return {mixture, inputs};
 }
 
+// Latent attention, with queries of low rank and without.
+inline std::vector<Options> latents() {
+    Options narrow;
+    narrow.seed = 400;
+    narrow.architecture = "deepseek2";
+    narrow.denseFirst = 1;
+    Options wide = narrow;
+    wide.seed = 401;
+    wide.queryRank = wide.denseFirst = 0;
+    wide.matrices = DType::F32;
+    Options scaled = narrow;
+    scaled.seed = 402;
+    scaled.architecture = "mistral4";
+    scaled.denseFirst = 0;
+    scaled.matrices = DType::Q4_0;
+    scaled.fusedExperts = true;
+    Options joined = narrow;
+    joined.seed = 403;
+    joined.joinedUp = true;
+    Options large = scaled;  // a latent that lanes own eight elements of
+    large.seed = 404;
+    large.architecture = "deepseek2";
+    large.matrices = DType::Q8_0;
+    large.latentRank = 160;
+    large.heads = 5;
+    large.headDim = 24;
+    large.plainDim = 64;
+    large.valueDim = 32;
+    return {narrow, wide, scaled, joined, large};
+}
+
 // Every architecture, and the ways in which files store the same parts. Both processors run all of them.
 inline std::vector<Options> gpuVariants() {
     std::vector<Options> all;
@@ -525,34 +556,12 @@ inline std::vector<Options> gpuVariants() {
     o.matrices = DType::Q4_0;
     all.push_back(o);
     for (const Options& hybrid : gpuHybrids()) all.push_back(hybrid);
+    for (const Options& latent : latents()) all.push_back(latent);
     return all;
-}
-
-// Latent attention, with queries of low rank and without.
-inline std::vector<Options> latents() {
-    Options narrow;
-    narrow.seed = 400;
-    narrow.architecture = "deepseek2";
-    narrow.denseFirst = 1;
-    Options wide = narrow;
-    wide.seed = 401;
-    wide.queryRank = wide.denseFirst = 0;
-    wide.matrices = DType::F32;
-    Options scaled = narrow;
-    scaled.seed = 402;
-    scaled.architecture = "mistral4";
-    scaled.denseFirst = 0;
-    scaled.matrices = DType::Q4_0;
-    scaled.fusedExperts = true;
-    Options joined = narrow;
-    joined.seed = 403;
-    joined.joinedUp = true;
-    return {narrow, wide, scaled, joined};
 }
 
 inline std::vector<Options> variants() {
     std::vector<Options> all = gpuVariants();
-    for (const Options& o : latents()) all.push_back(o);
     for (const Options& o : cpuHybrids()) all.push_back(o);
     return all;
 }

@@ -145,11 +145,22 @@ def test_beside_a_gpu_that_cannot_run_it_a_model_is_left_to_the_cpu(
     plan.require()
 
 
+@pytest.mark.usefixtures("plain_machine")
+@pytest.mark.parametrize("name", ["deepseek2", "deepseek2-lite", "mistral4"])
+def test_latent_attention_may_run_on_the_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_gpu(monkeypatch, 1 << 30)
+    file, spec = describe(write_golden(name, tmp_path))
+    plan = make_plan(file, spec, device="auto")
+    assert plan.device == "cuda"
+    plan.require()
+
+
 def test_latent_attention_keeps_one_row_for_all_heads(tmp_path: Path) -> None:
     """A latent of 64 and a rotated key of 16 in each of four layers; nothing is stored twice."""
     path = str(write_golden("deepseek2", tmp_path))
-    plan = json.loads(cli_runner().invoke(main, ["plan", "-m", path, "--device", "cpu", "-c", "4096", "--json"]).stdout)
-    assert plan["kv_bytes"] == 4 * (64 + 16) * 4096 * 2
+    for device in (["cpu"], ["cuda", "--vram", "1GiB"]):
+        asked = ["plan", "-m", path, "--device", *device, "-c", "4096", "--json"]
+        assert json.loads(cli_runner().invoke(main, asked).stdout)["kv_bytes"] == 4 * (64 + 16) * 4096 * 2
 
 
 def test_mamba_keeps_a_matrix_for_each_head_and_the_last_inputs_of_the_convolution(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ FLOORS = (
     ("cpp/operations",),
     ("cpp/placement",),
     ("cpp/experts",),
-    ("cuda/kernels/delta", "cuda/kernels/experts"),
+    ("cuda/kernels/blocks", "cuda/kernels/delta", "cuda/kernels/experts", "cuda/kernels/heads", "cuda/kernels/streams"),
     ("cuda/kernels/attention",),
     ("cuda/kernels/matmul",),
     ("cuda/kernels/matvec",),

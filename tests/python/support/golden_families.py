@@ -566,5 +566,4 @@ FAMILIES = {
     "nemotron_h_moe": _nemotron("b2ddfbb8cb8dbd68", experts=16),
 }
 # Those for which the GPU has no kernels, and what it lacks.
-CPU_ONLY = {name: "latent attention" for name, family in FAMILIES.items() if "attention.kv_lora_rank" in family.keys}
-CPU_ONLY |= dict.fromkeys(("granitehybrid", "nemotron_h", "nemotron_h_moe"), "Mamba 2")
+CPU_ONLY = dict.fromkeys(("granitehybrid", "nemotron_h", "nemotron_h_moe"), "Mamba 2")

@@ -93,6 +93,8 @@ TEST_F(Decode, UsesSlotsAgain) {
 TEST_F(Decode, JoinsManyBatches) {
     for (const int32_t pages : {256, 257, 520, 4 * 1024 + 300})
         compare({KvType::BF16, 4, 2, 8}, {{0, pages * 64 - 7}}, pages);
+    // Heads that a warp joins in two rounds, in three batches.
+    compare({KvType::BF16, 4, 2, 512}, {{0, 600 * 64 - 7}}, 600);
 }
 
 // More pages than lanes, and not a multiple of 32. Once few enough to be cut at pages, and once more.

@@ -41,11 +41,16 @@ TEST_F(CudaEngine, ExactPromptsHaveTheCpusBits) {
 }
 
 TEST_F(CudaEngine, EveryCacheTypeHasTheCpusBits) {
-    for (const KvType kv : {KvType::F32, KvType::F16, KvType::BF16}) {
-        const tiny::Model model{tiny::Options()};
-        const auto text = tokens(100, 77);
-        Session cpu(load(model, options(false, kv))), gpu(load(model, options(true, kv)));
-        EXPECT_TRUE(sameBits(logits(cpu, text, {}), steps(gpu, text, oneByOne(100))));
+    std::vector<tiny::Options> models = tiny::latents();
+    models.emplace_back();
+    for (const tiny::Options& tiny : models) {
+        for (const KvType kv : {KvType::F32, KvType::F16, KvType::BF16}) {
+            SCOPED_TRACE(tiny::describe(tiny));
+            const tiny::Model model(tiny);
+            const auto text = tokens(100, tiny.vocab);
+            Session cpu(load(model, options(false, kv))), gpu(load(model, options(true, kv)));
+            EXPECT_TRUE(sameBits(logits(cpu, text, {}), steps(gpu, text, oneByOne(100))));
+        }
     }
 }
 

@@ -178,7 +178,8 @@ TEST_F(ExpertGroups, KnowBiasesActivationsAndWeights) {
     const DeviceArray<float> gateBias(randomFloats(kExperts * hidden)), upBias(randomFloats(kExperts * hidden)),
         weight(randomFloats(64 * used));
     for (const Activation activation :
-         {Activation{}, Activation{ActivationKind::Gelu}, Activation{ActivationKind::ClampedSwiglu, 7.0f}})
+         {Activation{}, Activation{ActivationKind::Gelu}, Activation{ActivationKind::ClampedSwiglu, 7.0f},
+          Activation{ActivationKind::ClampedSilu, 7.0f}})
         for (const int rows : {2, 20, 64})
             for (const bool biased : {false, true})
                 for (const bool weighted : {false, true}) {

@@ -438,8 +438,10 @@ TEST_F(MatvecTest, GatedHasTheCpusBits) {
     }
 }
 
-constexpr Activation kOtherActivations[] = {
-    {ActivationKind::Gelu}, {ActivationKind::ClampedSwiglu, 0.8f}, {ActivationKind::ReluSquared}};
+constexpr Activation kOtherActivations[] = {{ActivationKind::Gelu},
+                                            {ActivationKind::ClampedSwiglu, 0.8f},
+                                            {ActivationKind::ClampedSilu, 0.8f},
+                                            {ActivationKind::ReluSquared}};
 
 // Other activations, with biases; a part of the rows has its part of the biases.
 TEST_F(MatvecTest, GatedWithBiasesHasTheCpusBits) {

@@ -86,7 +86,7 @@ TEST_F(Router, RoutesByEveryRuleAsTheCpuDoes) {
                           Case{33, 4, 1, 1}, Case{512, 10, 32, 7}, Case{6, 1, 6, 1}, Case{1000, 40, 4, 2}}) {
         const auto choiceBias = randomFloats(c.experts, 0.3f), outputScale = randomFloats(c.experts, 2.0f);
         const DeviceArray<float> deviceBias(choiceBias), deviceScale(outputScale);
-        for (const Gating gating : {Gating::Softmax, Gating::Sigmoid, Gating::SoftmaxOfChosen}) {
+        for (const Gating gating : {Gating::Softmax, Gating::Sigmoid, Gating::SoftmaxOfChosen, Gating::RootSoftplus}) {
             for (int variant = 0; variant < 16; ++variant) {
                 SCOPED_TRACE(std::to_string(c.experts) + " experts, gating " +
                              std::to_string(static_cast<int>(gating)) + ", variant " + std::to_string(variant));
@@ -135,6 +135,40 @@ TEST_F(Router, RoutesByEveryRuleAsTheCpuDoes) {
                 for (const int32_t e : expectedChosen) ++counted[e];
                 ASSERT_EQ(counted, uses.read());
             }
+        }
+    }
+}
+
+// A table names each token's experts; the scores still weigh them.
+TEST_F(Router, TokensNameTheirExperts) {
+    constexpr int32_t kVocab = 50;
+    for (const int32_t experts : {6, 200, 256, 1024}) {
+        for (const int64_t rows : {int64_t{1}, int64_t{130}}) {
+            RouterCall call;
+            call.count = experts;
+            call.used = 6;
+            call.gating = Gating::RootSoftplus;
+            call.weightScale = 1.5f;
+            const std::vector<int32_t> named = randomChoice(kVocab, call.used, experts, 1.0);
+            const std::vector<float> table(named.begin(), named.end());
+            call.tokenChoices = table.data();
+            std::vector<int32_t> tokens(rows), expectedChosen(rows * call.used);
+            for (int32_t& token : tokens) token = static_cast<int32_t>(random()() % kVocab);
+            const auto logits = randomFloats(rows * experts, 3.0f);
+            std::vector<float> expectedWeight(rows * call.used), row;
+            CpuRouter cpu(cpu::kernels(), call);
+            for (int64_t t = 0; t < rows; ++t) {
+                row.assign(logits.begin() + t * experts, logits.begin() + (t + 1) * experts);
+                cpu.route(row.data(), &expectedChosen[t * call.used], &expectedWeight[t * call.used], tokens[t]);
+            }
+            const DeviceArray<float> deviceLogits(logits), deviceTable(table), weight(rows * call.used);
+            const DeviceArray<int32_t> deviceTokens(tokens), chosen(rows * call.used);
+            RouteRule rule{experts, call.used, true, 1.5f, Gating::RootSoftplus};
+            rule.tokenChoices = deviceTable.get();
+            rule.tokens = deviceTokens.get();
+            route(stream(), deviceLogits.get(), rows, rule, chosen.get(), weight.get());
+            ASSERT_EQ(expectedChosen, chosen.read()) << experts << " experts";
+            ASSERT_TRUE(sameBits(expectedWeight, weight.read())) << experts << " experts";
         }
     }
 }

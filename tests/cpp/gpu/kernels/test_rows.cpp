@@ -278,11 +278,12 @@ TEST_F(Rows, ActivationsOfPairsAreTheCpus) {
     const Activation kinds[] = {{ActivationKind::Silu},
                                 {ActivationKind::Gelu},
                                 {ActivationKind::ClampedSwiglu, 2.0f},
+                                {ActivationKind::ClampedSilu, 2.0f},
                                 {ActivationKind::ReluSquared}};
     const int64_t rows = 7;
     const int32_t experts = 3;
     for (const int64_t cols : {1, 32, 37, 96, 1056}) {
-        for (int variant = 0; variant < 64; ++variant) {
+        for (int variant = 0; variant < 80; ++variant) {
             const Activation activation = kinds[variant / 16];
             const bool biased = variant & 1, weighted = variant & 2, ordered = variant & 4, gated = variant & 8;
             SCOPED_TRACE(std::to_string(cols) + " columns, variant " + std::to_string(variant));

@@ -20,6 +20,8 @@ inline constexpr int32_t kPageTokens = 64;
 struct Shape {
     KvType type;
     int32_t heads, kvHeads, headDim;
+    int32_t valuePrefix = 0;  // see KvPages
+    int32_t valueDim() const { return kvValueDim(headDim, valuePrefix); }
 };
 
 struct Row {
@@ -60,7 +62,10 @@ public:
     }
 
     KvPages pages(uint8_t* k, uint8_t* v) const {
-        return {_shape.type, _shape.kvHeads, _shape.headDim, kPageTokens, k, v};
+        KvPages pages = {_shape.type, _shape.kvHeads, _shape.headDim, kPageTokens, k, v};
+        pages.valuePrefix = _shape.valuePrefix;
+        if (pages.valuePrefix > 0) pages.v = nullptr;
+        return pages;
     }
     KvPages onDevice() const { return pages(deviceK->get(), deviceV->get()); }
     const int32_t* table(int32_t sequence) const { return _tables.data() + sequence * _pagesPerTable; }
@@ -92,16 +97,18 @@ public:
     // The rule's sinks are on the host.
     std::vector<float> attendOnCpu(const std::vector<float>& q, const std::vector<Row>& rows,
                                    const AttentionRule& rule) {
-        const int64_t width = int64_t{_shape.heads} * _shape.headDim;
-        std::vector<float> out(q.size());
+        const int64_t width = int64_t{_shape.heads} * _shape.headDim,
+                      outWidth = int64_t{_shape.heads} * _shape.valueDim();
+        std::vector<float> out(rows.size() * outWidth);
         const size_t bytes = cpu::attentionScratchBytes(_shape.heads, _shape.kvHeads, _shape.headDim, kPageTokens);
         std::vector<float> scratch(bytes / 4 + 32);
         void* aligned = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
         for (size_t i = 0; i < rows.size(); i++) {
             cpu::AttentionArgs args;
             args.q = q.data() + i * width;
-            args.out = out.data() + i * width;
+            args.out = out.data() + i * outWidth;
             args.rowStride = width;
+            args.outStride = outWidth;
             args.positions = &rows[i].position;
             args.heads = _shape.heads;
             args.scale = rule.scale;
@@ -139,6 +146,13 @@ public:
         return out;
     }
 
+    // Where a token's key is, in bytes.
+    size_t offset(int32_t sequence, int32_t token, int32_t head) const {
+        const size_t page = static_cast<size_t>(table(sequence)[token / kPageTokens]);
+        return ((page * _shape.kvHeads + head) * kPageTokens + token % kPageTokens) * _shape.headDim *
+               kvElementBytes(_shape.type);
+    }
+
     std::unique_ptr<DeviceArray<uint8_t>> deviceK, deviceV;
     std::unique_ptr<DeviceArray<int32_t>> deviceTables;
 
@@ -146,11 +160,6 @@ private:
     void upload() {
         deviceK = std::make_unique<DeviceArray<uint8_t>>(_k);
         deviceV = std::make_unique<DeviceArray<uint8_t>>(_v);
-    }
-    size_t offset(int32_t sequence, int32_t token, int32_t head) const {
-        const size_t page = static_cast<size_t>(table(sequence)[token / kPageTokens]);
-        return ((page * _shape.kvHeads + head) * kPageTokens + token % kPageTokens) * _shape.headDim *
-               kvElementBytes(_shape.type);
     }
     float element(const uint8_t* from, int32_t d) const {
         if (_shape.type == KvType::F32) return reinterpret_cast<const float*>(from)[d];

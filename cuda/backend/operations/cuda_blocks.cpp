@@ -1,0 +1,62 @@
+// See cuda_blocks.h.
+#include "backend/operations/cuda_blocks.h"
+
+#include "kernels/blocks/blocks.h"
+
+namespace sharpi {
+
+namespace {
+
+cuda::RotatedPart partOf(const RopeTable& rope, int32_t headDim) {
+    return {rope.cos, rope.sin, rope.dims, static_cast<int32_t>(rope.begin(headDim)), rope.adjacent};
+}
+
+cuda::HeadShape shapeOf(const HeadsCall& call, const KvPages& pages) {
+    return {call.heads, pages.kvHeads, pages.headDim};
+}
+
+cuda::PagedRows pagedRows(const CudaPass& pass, const KvPages& pages) { return {pages, pass.view.tablesOf(pages)}; }
+
+}  // namespace
+
+void CudaBlocks::compress(const CompressCall& call) {
+    const cuda::BlockRule rule{call.blockTokens, call.overlaps, call.gateOffsets,
+                               call.norm,        call.eps,      partOf(call.rope, call.rows.headDim)};
+    cuda::compressBlocks(_pass.stream, rule, _pass.floats(RowBuffer::CompressorKeys),
+                         _pass.floats(RowBuffer::CompressorGates), _pass.view.allOf(call.pending),
+                         pagedRows(_pass, call.pending), pagedRows(_pass, call.rows));
+}
+
+void CudaBlocks::choose(const IndexCall& call) {
+    const cuda::IndexRule rule{call.heads, call.topK, call.scale, partOf(call.rope, call.rows.headDim)};
+    cuda::chooseBlocks(_pass.stream, rule, _pass.floats(RowBuffer::IndexQueries), _pass.floats(RowBuffer::IndexWeights),
+                       _pass.view.allOf(call.rows), pagedRows(_pass, call.rows),
+                       _pass.at<uint8_t>(_pass.layout->indexScores),
+                       reinterpret_cast<int32_t*>(_pass.floats(RowBuffer::ChosenBlocks)));
+}
+
+void CudaBlocks::prepareHeads(const HeadsCall& call, const KvPages& pages) {
+    const cuda::BlockHeads how{call.qNorm, call.kNorm, call.eps, partOf(call.rope, pages.headDim)};
+    cuda::prepareBlockHeads(_pass.stream, _pass.floats(RowBuffer::Queries), _pass.floats(RowBuffer::Keys),
+                            shapeOf(call, pages), how, _pass.view.allOf(pages), pages);
+}
+
+// Results take the place of the queries. Each group of heads is a row for the product with `reader`.
+void CudaBlocks::attend(const HeadsCall& call, const KvPages& pages, const Weight& reader) {
+    const int64_t pieces = int64_t{call.heads} * pages.headDim / reader.cols;
+    const Activations& attended = _pass.shapePieces(RowInput::Attended, reader, pieces);
+    float* const q = _pass.floats(RowBuffer::Queries);
+    cuda::SeenBlocks seen;
+    if (call.blocks) seen.rows = pagedRows(_pass, *call.blocks);
+    if (call.topK > 0) {
+        seen.chosen = reinterpret_cast<const int32_t*>(_pass.floats(RowBuffer::ChosenBlocks));
+        seen.topK = call.topK;
+    }
+    const cuda::AttentionRule rule{call.scale, call.reach, call.softcap, call.sinks};
+    cuda::attendBlocks(_pass.stream, q, shapeOf(call, pages), rule, _pass.view.allOf(pages), pages, seen,
+                       partOf(call.rope, pages.headDim), _pass.at<uint8_t>(_pass.layout->blockAttention),
+                       _pass.layout->blockAttentionBytes, q);
+    cuda::convertRows(_pass.stream, q, _pass.view.rows * pieces, reader.cols, attended.exact);
+}
+
+}  // namespace sharpi
