@@ -5,7 +5,7 @@
 
 #include "core/error.h"
 #include "kernels/attention/attention.h"
-#include "kernels/delta/gated_delta.h"
+#include "kernels/delta/mamba.h"
 #include "kernels/experts/router.h"
 #include "plan/gpu_scratch.h"
 
@@ -61,10 +61,13 @@ public:
                 cuda::requireHeads({a.heads, a.kvHeads, a.headDim});
                 requireNorms(a);
             }
-            require(!layer->mamba, "Mamba 2");
             if (layer->delta) {
                 const GatedDeltaSpec& d = *layer->delta;
                 cuda::requireDelta({d.keyHeads, d.valueHeads, d.headDim, d.convWidth});
+            }
+            if (layer->mamba) {
+                const MambaSpec& m = *layer->mamba;
+                cuda::requireMamba({m.heads, m.groups, m.headDim, m.stateDim, m.convWidth});
             }
         }
     }

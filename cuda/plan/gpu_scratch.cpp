@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "kernels/attention/attention.h"
+#include "kernels/delta/mamba.h"
 #include "kernels/experts/expert_cache.h"
 #include "kernels/experts/router.h"
 #include "kernels/formats/packed_shape.h"
@@ -30,6 +31,16 @@ cuda::DeltaShape deltaShape(const StepLimits& l) {
     return shape;
 }
 
+cuda::MambaShape mambaShape(const StepLimits& l) {
+    cuda::MambaShape shape;
+    shape.heads = l.mambaHeads;
+    shape.groups = l.mambaGroups;
+    shape.headDim = static_cast<int32_t>(l.mambaWidth / l.mambaHeads);
+    shape.stateDim = l.mambaStateDim;
+    shape.convWidth = cuda::kMaxDeltaConv;
+    return shape;
+}
+
 }  // namespace
 
 GpuScratch::GpuScratch(const StepLimits& l)
@@ -43,7 +54,8 @@ GpuScratch::GpuScratch(const StepLimits& l)
     room.sequences = std::min(room.rows, kMaxSequences);
     room.pages = (l.context + l.pageTokens - 1) / l.pageTokens;
     room.lists = l.pageLists;
-    room.recurrent = l.deltaHeads > 0;
+    room.recurrent = l.recurrent();
+    room.stateTiles = l.deltaHeads > 0;
     room.drafts = l.drafts;
     room.captured = true;
     step = numbers(room);
@@ -80,8 +92,10 @@ void GpuScratch::takeAlways(const StepLimits& l) {
     input(RowInput::Normed) = {takeExact(exactRows, l.embedding), takeHalves(fastRows * l.embedding, _splitRows)};
     const cuda::HeadShape heads{l.heads, l.kvHeads, l.headDim};
     attention = _layout.take(cuda::decodeAttentionBytes(exactRows, heads));
-    deltaReaderBytes = l.deltaHeads ? cuda::deltaStepBytes(batch.layout->room().sequences, deltaShape(l)) : 0;
-    deltaReaders = _layout.take(deltaReaderBytes);
+    const int64_t sequences = batch.layout->room().sequences;
+    stateReaderBytes = std::max(l.deltaHeads ? cuda::deltaStepBytes(sequences, deltaShape(l)) : 0,
+                                l.mambaHeads ? cuda::stepMambaBytes(sequences, mambaShape(l)) : 0);
+    stateReaders = _layout.take(stateReaderBytes);
     sampling = _layout.take(cuda::samplingScratchBytes(l.vocab));
     adjustments = _layout.take(sizeof(TokenAdjustment) * static_cast<size_t>(l.vocab));
     token = _layout.take(sizeof(int32_t) * static_cast<size_t>(headRows));
@@ -123,15 +137,21 @@ GpuScratch::Exact GpuScratch::takeExact(int64_t count, int64_t cols) {
 }
 
 void GpuScratch::takeMixer(const StepLimits& l) {
-    const int64_t width = std::max(l.queryWidth, l.deltaWidth);
-    rows.take(_layout, l, RowBuffer::GatedQueries, RowBuffer::DeltaSteps);
+    const int64_t width = std::max({l.queryWidth, l.deltaWidth, l.mambaWidth});
+    rows.take(_layout, l, RowBuffer::GatedQueries, RowBuffer::MambaDecays);
     input(RowInput::Attended).exact = takeExact(exactRows, width);
+    const BatchNumbers::Room& room = batch.layout->room();
+    if (l.mambaHeads) {
+        const int64_t sequences = fastRows ? room.fastSequences : room.sequences;
+        mambaWindows = _layout.take(cuda::mambaWindowBytes(l.maxRows, sequences, mambaShape(l)));
+    }
     if (fastRows) takeFastMixer(l);
 }
 
 void GpuScratch::takeFastMixer(const StepLimits& l) {
     queries = takeHalves(fastRows * l.queryWidth, _splitQueries);
-    input(RowInput::Attended).fast = takeHalves(fastRows * std::max(l.queryWidth, l.deltaWidth), _splitRows);
+    input(RowInput::Attended).fast =
+        takeHalves(fastRows * std::max({l.queryWidth, l.deltaWidth, l.mambaWidth}), _splitRows);
     attendedFloats = _layout.floats(fastRows * std::max(l.gatedQueryWidth / 2, l.deltaWidth));
     if (!l.deltaHeads) return;
     const cuda::DeltaShape shape = deltaShape(l);

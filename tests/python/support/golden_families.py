@@ -567,4 +567,3 @@ FAMILIES = {
 }
 # Those for which the GPU has no kernels, and what it lacks.
 CPU_ONLY = {name: "latent attention" for name, family in FAMILIES.items() if "attention.kv_lora_rank" in family.keys}
-CPU_ONLY |= dict.fromkeys(("granitehybrid", "nemotron_h", "nemotron_h_moe"), "Mamba 2")
