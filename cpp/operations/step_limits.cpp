@@ -78,6 +78,7 @@ void addLimits(StepLimits& limits, const MambaSpec& m) {
     limits.mambaChannels = std::max(limits.mambaChannels, m.channels());
     limits.mambaWidth = std::max(limits.mambaWidth, m.width());
     limits.mambaHeads = std::max(limits.mambaHeads, m.heads);
+    limits.mambaGroups = std::max(limits.mambaGroups, m.groups);
     limits.mambaStateDim = std::max(limits.mambaStateDim, m.stateDim);
 }
 

@@ -42,7 +42,7 @@ struct StepLimits {
     int64_t deltaChannels = 0, deltaWidth = 0;   // Gated DeltaNet: of q, k and v; of v
     int32_t deltaHeads = 0, deltaDim = 0, deltaConvWidth = 0;
     int64_t mambaChannels = 0, mambaWidth = 0;  // Mamba 2: of x, B and C; of x
-    int32_t mambaHeads = 0, mambaStateDim = 0;
+    int32_t mambaHeads = 0, mambaGroups = 0, mambaStateDim = 0;
     bool fusedDeltaSteps = false;  // alphas and betas come from one product
     bool partOuts = false;         // some part is not added to x as it is: see RowBuffer::PartOut
     bool parallelParts = false;    // some layer has a dense part beside its experts
@@ -60,6 +60,7 @@ struct StepLimits {
     int32_t mostChosen(const IndexerSpec& indexer) const {
         return static_cast<int32_t>(std::min<int64_t>(indexer.topK, blocksOf(indexer.compressor.blockTokens)));
     }
+    bool recurrent() const { return deltaHeads > 0 || mambaHeads > 0; }
     int32_t expertLayerCount() const { return static_cast<int32_t>(expertLayers.size()); }
 };
 

@@ -101,7 +101,7 @@ void CudaBackend::takeScratch(const StepLimits& limits) {
     _pass.tables = _tables.get();
     _cache->takeTables(limits, *_layout, _pass.memory);
     _stream.zero(_pass.at<uint8_t>(layout.attention), cuda::kDecodeCounterBytes);
-    if (layout.deltaReaderBytes) _stream.zero(_pass.at<uint8_t>(layout.deltaReaders), layout.deltaReaderBytes);
+    if (layout.stateReaderBytes) _stream.zero(_pass.at<uint8_t>(layout.stateReaders), layout.stateReaderBytes);
 }
 
 ExpertCounts CudaBackend::expertCounts() {

@@ -65,7 +65,7 @@ public:
     int64_t exactRows() const { return view.exactRows; }
     int64_t fastRows() const { return view.fastRows(); }
     // Whether recurrent layers take all exact rows in one launch.
-    bool deltaInSteps() const { return view.mostExact <= cuda::kDeltaStepRows; }
+    bool statesInSteps() const { return view.mostExact <= cuda::kDeltaStepRows; }
 
     // Where rows for these readers go, in the forms that the readers take. perRow: rows for each row of the batch.
     const Activations& shape(RowInput input, Readers readers, int64_t cols, int64_t perRow = 1);

@@ -37,7 +37,7 @@ void StepRecorder::clear() {
 }
 
 StepRecorder::Shape StepRecorder::shapeOf(Pass which) const {
-    const bool inSteps = _pass.limits.deltaHeads == 0 || _pass.deltaInSteps();
+    const bool inSteps = !_pass.limits.recurrent() || _pass.statesInSteps();
     return {which, _pass.view.rows, _pass.logitRows, inSteps};
 }
 

@@ -23,7 +23,7 @@ BatchNumbers::BatchNumbers(const Room& room) : _room(room) {
     const int64_t rows = room.rows, wholeTiles = rows / kPromptTile;
     const int64_t queryTiles = room.fastSequences ? std::min(rows, wholeTiles + 2 * room.fastSequences) : 0;
     const int64_t deltaTiles =
-        room.fastSequences && room.recurrent ? std::min(rows, wholeTiles + room.fastSequences) : 0;
+        room.fastSequences && room.stateTiles ? std::min(rows, wholeTiles + room.fastSequences) : 0;
     _tokens = take(rows);
     _positions = take(rows);
     _sequence = take(rows);
@@ -77,6 +77,7 @@ public:
     int64_t used() const { return _used; }
     int64_t exactSequences() const { return _exactSequences; }
     int64_t mostExact() const { return _mostExact; }
+    int64_t mostFast() const { return _mostFast; }
     int64_t fastSequences() const { return _fastSequences; }
     int64_t queryTiles() const { return _queryTiles; }
     int64_t deltaTiles() const { return _deltaTiles; }
@@ -107,6 +108,7 @@ private:
         ++_sequences;
         if (begin < _exactRows) ++_exactSequences, _mostExact = std::max(_mostExact, end - begin);
         else require(++_fastSequences <= room.fastSequences, "prompts", room.fastSequences);
+        if (begin >= _exactRows) _mostFast = std::max(_mostFast, end - begin);
     }
 
     // Appends the tiles of fast rows [begin, end) to a list that has `count`.
@@ -129,7 +131,7 @@ private:
         for (const StateStep& step : _kv.states().steps(_batch.sequences[at(begin)])) {
             if (step.begin == 0) to(_layout._stateFrom)[begin] = step.from < 0 ? cuda::kStateIsZero : step.from;
             to(_layout._stateTo)[begin + step.end - 1] = step.to;
-            if (!exact) writeDeltaTiles(begin + step.begin, begin + step.end);
+            if (!exact && _layout._room.stateTiles) writeDeltaTiles(begin + step.begin, begin + step.end);
         }
     }
 
@@ -155,8 +157,8 @@ private:
     const KvCache& _kv;
     const int64_t _exactRows;
     int32_t* const _host;
-    int64_t _used = 0, _sequences = 0, _mostExact = 0, _exactSequences = 0, _fastSequences = 0, _queryTiles = 0,
-            _deltaTiles = 0;
+    int64_t _used = 0, _sequences = 0, _mostExact = 0, _mostFast = 0, _exactSequences = 0, _fastSequences = 0,
+            _queryTiles = 0, _deltaTiles = 0;
 };
 
 BatchNumbers::Filled BatchNumbers::fill(const Batch& batch, const KvCache& kv, int64_t exactRows, int32_t* host,
@@ -172,6 +174,7 @@ BatchNumbers::Filled BatchNumbers::fill(const Batch& batch, const KvCache& kv, i
     view.rows = batch.size();
     view.exactRows = exactRows;
     view.mostExact = writer.mostExact();
+    view.mostFast = writer.mostFast();
     view.tokens = from(_tokens);
     view.logitRows = from(_logitRows);
     view.sources = from(_sources);

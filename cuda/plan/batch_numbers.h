@@ -18,9 +18,9 @@ struct BatchView {
     const int32_t* sources = nullptr;  // [rows]: Batch::sources
     // [2 * rows]: rows t and rows + t, in turn: a draft's two inputs are joined in this order.
     const int32_t* joined = nullptr;
-    cuda::BatchRows exact, fast;  // with the page tables of list 0
-    int64_t mostExact = 0;        // the most exact rows of one sequence
-    int64_t listPages = 0;        // from one list of a sequence's pages to the next
+    cuda::BatchRows exact, fast;          // with the page tables of list 0
+    int64_t mostExact = 0, mostFast = 0;  // the most exact and the most fast rows of one sequence
+    int64_t listPages = 0;                // from one list of a sequence's pages to the next
     cuda::DeltaBatch exactStates, fastStates;
     cuda::QueryTiles queryTiles;  // of the fast rows, for attention
     cuda::RowRanges deltaTiles;   // of the fast rows, for recurrent layers
@@ -51,7 +51,8 @@ public:
         int64_t pages = 0;          // of a sequence
         int32_t lists = 1;          // of its pages: see KvPages::list
         bool recurrent = false, drafts = false;
-        bool captured = false;  // batches of n rows are replayed from one capture, of up to n sequences
+        bool stateTiles = false;  // recurrent layers take fast rows in tiles
+        bool captured = false;    // batches of n rows are replayed from one capture, of up to n sequences
     };
     explicit BatchNumbers(const Room& room);
     const Room& room() const { return _room; }
@@ -63,8 +64,8 @@ public:
         int64_t used = 0;  // host[0, used) must be uploaded
     };
     // Writes the numbers of a batch whose rows [0, exactRows) are exact to host[0, used). device: the block that they
-    // will be uploaded to. Throws Error(Internal) for a batch that there is no room for, and for fast rows of a
-    // recurrent sequence that do not begin at a tile or keep a state within one.
+    // will be uploaded to. Throws Error(Internal) for a batch that there is no room for, and, with stateTiles, for fast
+    // rows of a recurrent sequence that do not begin at a tile or keep a state within one.
     Filled fill(const Batch& batch, const KvCache& kv, int64_t exactRows, int32_t* host, const int32_t* device) const;
 
 private:

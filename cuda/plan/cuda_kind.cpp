@@ -8,6 +8,7 @@
 #include "kernels/attention/latent_shape.h"
 #include "kernels/blocks/blocks.h"
 #include "kernels/delta/gated_delta.h"
+#include "kernels/delta/mamba.h"
 #include "kernels/experts/router.h"
 #include "plan/gpu_scratch.h"
 
@@ -72,10 +73,13 @@ public:
                 if (a.indexer) requireIndexer(*a.indexer);
                 requireNorms(a);
             }
-            require(!layer->mamba, "Mamba 2");
             if (layer->delta) {
                 const GatedDeltaSpec& d = *layer->delta;
                 cuda::requireDelta({d.keyHeads, d.valueHeads, d.headDim, d.convWidth});
+            }
+            if (layer->mamba) {
+                const MambaSpec& m = *layer->mamba;
+                cuda::requireMamba({m.heads, m.groups, m.headDim, m.stateDim, m.convWidth});
             }
         }
     }

@@ -6,6 +6,7 @@
 #include "kernels/attention/attention.h"
 #include "kernels/attention/latent_shape.h"
 #include "kernels/blocks/blocks.h"
+#include "kernels/delta/mamba.h"
 #include "kernels/experts/expert_cache.h"
 #include "kernels/experts/router.h"
 #include "kernels/formats/packed_shape.h"
@@ -39,6 +40,16 @@ cuda::LatentShape latentShape(const StepLimits& l) {
 // Floats of a row's queries of attention that fast rows have kernels for.
 int64_t fastQueryWidth(const StepLimits& l) { return l.latentHeads || l.outputGroups ? 0 : l.queryWidth; }
 
+cuda::MambaShape mambaShape(const StepLimits& l) {
+    cuda::MambaShape shape;
+    shape.heads = l.mambaHeads;
+    shape.groups = l.mambaGroups;
+    shape.headDim = static_cast<int32_t>(l.mambaWidth / l.mambaHeads);
+    shape.stateDim = l.mambaStateDim;
+    shape.convWidth = cuda::kMaxDeltaConv;
+    return shape;
+}
+
 }  // namespace
 
 GpuScratch::GpuScratch(const StepLimits& l)
@@ -52,7 +63,8 @@ GpuScratch::GpuScratch(const StepLimits& l)
     room.sequences = std::min(room.rows, kMaxSequences);
     room.pages = (l.context + l.pageTokens - 1) / l.pageTokens;
     room.lists = l.pageLists;
-    room.recurrent = l.deltaHeads > 0;
+    room.recurrent = l.recurrent();
+    room.stateTiles = l.deltaHeads > 0;
     room.drafts = l.drafts;
     room.captured = true;
     step = numbers(room);
@@ -97,8 +109,10 @@ void GpuScratch::takeAlways(const StepLimits& l) {
     attention = _layout.take(l.outputGroups  ? cuda::kDecodeCounterBytes
                              : l.latentHeads ? cuda::latentAttentionBytes(l.maxRows, latentShape(l))
                                              : cuda::decodeAttentionBytes(exactRows, heads));
-    deltaReaderBytes = l.deltaHeads ? cuda::deltaStepBytes(batch.layout->room().sequences, deltaShape(l)) : 0;
-    deltaReaders = _layout.take(deltaReaderBytes);
+    const int64_t sequences = batch.layout->room().sequences;
+    stateReaderBytes = std::max(l.deltaHeads ? cuda::deltaStepBytes(sequences, deltaShape(l)) : 0,
+                                l.mambaHeads ? cuda::stepMambaBytes(sequences, mambaShape(l)) : 0);
+    stateReaders = _layout.take(stateReaderBytes);
     sampling = _layout.take(cuda::samplingScratchBytes(l.vocab));
     adjustments = _layout.take(sizeof(TokenAdjustment) * static_cast<size_t>(l.vocab));
     token = _layout.take(sizeof(int32_t) * static_cast<size_t>(headRows));
@@ -140,10 +154,15 @@ GpuScratch::Exact GpuScratch::takeExact(int64_t count, int64_t cols) {
 }
 
 void GpuScratch::takeMixer(const StepLimits& l) {
-    rows.take(_layout, l, RowBuffer::GatedQueries, RowBuffer::DeltaSteps);
+    rows.take(_layout, l, RowBuffer::GatedQueries, RowBuffer::MambaDecays);
     if (l.latentHeads) takeLatent(l);
     else if (l.outputGroups) takeBlocks(l);
-    else input(RowInput::Attended).exact = takeExact(exactRows, std::max(l.queryWidth, l.deltaWidth));
+    else input(RowInput::Attended).exact = takeExact(exactRows, std::max({l.queryWidth, l.deltaWidth, l.mambaWidth}));
+    if (l.mambaHeads) {
+        const BatchNumbers::Room& room = batch.layout->room();
+        const int64_t sequences = fastRows ? room.fastSequences : room.sequences;
+        mambaWindows = _layout.take(cuda::mambaWindowBytes(l.maxRows, sequences, mambaShape(l)));
+    }
     if (fastRows) takeFastMixer(l);
 }
 
@@ -178,7 +197,7 @@ void GpuScratch::takeBlocks(const StepLimits& l) {
 void GpuScratch::takeFastMixer(const StepLimits& l) {
     const int64_t width = fastQueryWidth(l);
     queries = takeHalves(fastRows * width, _splitQueries);
-    input(RowInput::Attended).fast = takeHalves(fastRows * std::max(width, l.deltaWidth), _splitRows);
+    input(RowInput::Attended).fast = takeHalves(fastRows * std::max({width, l.deltaWidth, l.mambaWidth}), _splitRows);
     attendedFloats = _layout.floats(fastRows * std::max(l.gatedQueryWidth / 2, l.deltaWidth));
     if (!l.deltaHeads) return;
     const cuda::DeltaShape shape = deltaShape(l);

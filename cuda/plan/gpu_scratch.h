@@ -63,9 +63,10 @@ struct GpuScratch {
     size_t blockAttention = 0, blockAttentionBytes = 0, indexScores = 0;  // of kernels/blocks
     size_t attendedFloats = 0;                      // [fast rows, width]: a mixer's output before its gate or its norm
     Halves queries, keys;                           // of fast rows, for attention and for Gated DeltaNet
-    size_t deltaReaders = 0, deltaReaderBytes = 0;  // zero between launches
+    size_t stateReaders = 0, stateReaderBytes = 0;  // of recurrent layers; zero between launches
     size_t deltaWindows = 0, deltaChunks = 0, grouping = 0;
-    size_t pairGroups = 0;  // of exact rows
+    size_t mambaWindows = 0;  // of exact or of fast rows
+    size_t pairGroups = 0;    // of exact rows
     // If experts are in slots: the matrix of each pair, or -1; the guess at the next layer's choices; the CPU's orders.
     size_t slot = 0, orders = 0, foreseen = 0, foreseenWeight = 0;
     Exact foreseenRows;

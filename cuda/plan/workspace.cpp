@@ -8,6 +8,7 @@
 #include "kernels/attention/attention.h"
 #include "kernels/attention/latent_shape.h"
 #include "kernels/delta/gated_delta.h"
+#include "kernels/delta/mamba.h"
 #include "kernels/experts/router.h"
 #include "kernels/rows/rows.h"
 #include "kernels/sampling/sampling.h"
@@ -150,6 +151,29 @@ void requireDelta(const DeltaShape& shape) {
                                                 " inputs cannot run on the GPU, which takes heads of 8, 16, .. " +
                                                 std::to_string(kMaxDeltaDim) + " elements and convolutions over 2 to " +
                                                 std::to_string(kMaxDeltaConv) + " inputs");
+}
+
+void requireMamba(const MambaShape& shape) {
+    const bool heads = shape.groups > 0 && shape.heads > 0 && shape.heads % shape.groups == 0 && shape.headDim > 0 &&
+                       shape.headDim % 4 == 0 && shape.stateDim > 0 && shape.stateDim <= kMaxMambaState;
+    if (heads && shape.convWidth >= 2 && shape.convWidth <= kMaxDeltaConv) return;
+    throw Error(ErrorKind::InvalidArgument,
+                "Mamba 2 with heads of " + std::to_string(shape.headDim) + " elements, states of " +
+                    std::to_string(shape.stateDim) + " and a convolution over " + std::to_string(shape.convWidth) +
+                    " inputs cannot run on the GPU, which takes heads of 4, 8, 12, .. elements, states of up to " +
+                    std::to_string(kMaxMambaState) + " and convolutions over 2 to " + std::to_string(kMaxDeltaConv) +
+                    " inputs");
+}
+
+// A window for each tile: see ConvTile in mamba.cu.
+size_t mambaWindowBytes(int64_t rows, int64_t sequences, const MambaShape& shape) {
+    if (rows <= kMambaTile) return 0;
+    return sizeof(float) * static_cast<size_t>((rows / kMambaTile + sequences) * shape.convFloats());
+}
+
+// One count for each sequence and group.
+size_t stepMambaBytes(int64_t sequences, const MambaShape& shape) {
+    return sizeof(uint32_t) * static_cast<size_t>(sequences * shape.groups);
 }
 
 // One count for each sequence and key head.

@@ -33,9 +33,9 @@ void CudaOperations::deltaExact(const DeltaCall& call, const cuda::DeltaInputs& 
     // Blocks that lie in two heads are made from floats.
     if (call.headDim % kContractBlock != 0) out.floats = _pass.exactFloats(RowInput::Attended);
     const cuda::DeltaParameters parameters = parametersOf(call);
-    if (_pass.deltaInSteps()) {
+    if (_pass.statesInSteps()) {
         return cuda::deltaStep(_pass.stream, in, parameters, shapeOf(call), states, _pass.view.exactStates,
-                               _pass.at<uint32_t>(_pass.layout->deltaReaders), out);
+                               _pass.at<uint32_t>(_pass.layout->stateReaders), out);
     }
     cuda::prepareDelta(_pass.stream, in, parameters, shapeOf(call), states, _pass.view.exactStates);
     cuda::deltaRule(_pass.stream, in, parameters, shapeOf(call), states, _pass.view.exactStates, out);

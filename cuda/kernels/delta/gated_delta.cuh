@@ -13,6 +13,16 @@ __device__ __forceinline__ float silu(float x) {
     return __fdiv_rn(x, __fadd_rn(1.0f, portableExp(__fsub_rn(0.0f, x))));
 }
 
+// As silu(), but with all exponentials before the first division. Division may branch, which would keep the
+// exponentials from overlapping.
+template <int kCount> __device__ __forceinline__ void siluOfAll(float (&x)[kCount]) {
+    float below[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; i++) below[i] = __fadd_rn(1.0f, portableExp(__fsub_rn(0.0f, x[i])));
+#pragma unroll
+    for (int i = 0; i < kCount; i++) x[i] = __fdiv_rn(x[i], below[i]);
+}
+
 // Finishes the sums of four columns: acc[n] += acc[n + 4], then + 2, + 1. Every lane gets the totals of its columns.
 __device__ __forceinline__ float4 columnTotals(float4 a) {
 #pragma unroll

@@ -96,16 +96,6 @@ template <int kCount, int kWarps> struct LineCopy {
     }
 };
 
-// As silu(), but with all exponentials before the first division. Division may branch, which would keep the
-// exponentials from overlapping.
-template <int kCount> __device__ __forceinline__ void siluOfAll(float (&x)[kCount]) {
-    float below[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; i++) below[i] = __fadd_rn(1.0f, portableExp(__fsub_rn(0.0f, x[i])));
-#pragma unroll
-    for (int i = 0; i < kCount; i++) x[i] = __fdiv_rn(x[i], below[i]);
-}
-
 // Convolves a part of row `row`, counted from the sequence's first, and stores the result.
 template <int kLines, int kSplit>
 __device__ __forceinline__ void convolve(const StepWork& work, StepMemory<kLines>& memory,

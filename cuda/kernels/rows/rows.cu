@@ -90,6 +90,17 @@ __device__ __forceinline__ float squaresOfGroups(const float* row, int64_t cols)
 __device__ __forceinline__ float4 weightQuad(const float* weights, int64_t at, bool whole, int64_t count) {
     return weights ? loadQuad(weights + at, whole, count) : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
 }
+// Where normed row blockIdx.x lies in the outputs. Each weightRows of them are one row of int8 blocks; other forms lie
+// alike either way.
+struct WideRow {
+    int64_t row, cols, first;
+    __device__ __forceinline__ WideRow(const RowOutputs& out, int32_t weightRows, int64_t of) {
+        const unsigned rows = out.quantized.q ? static_cast<unsigned>(weightRows) : 1;
+        row = blockIdx.x / rows;
+        cols = of * rows;
+        first = blockIdx.x % rows * of;
+    }
+};
 
 // Row blockIdx.x, quads from blockIdx.y * kSpreadThreads on. Other blocks may still read the row while this one writes.
 __global__ void __launch_bounds__(kSpreadThreads)
@@ -121,7 +132,8 @@ __global__ void __launch_bounds__(kSpreadThreads)
         if (threadIdx.x == 0) sharedInverse = inverse;
     }
     __syncthreads();
-    storeNormed(out, row, cols, column, whole, valid, y, sharedInverse, w);
+    const WideRow to(out, weightRows, cols);
+    storeNormed(out, to.row, to.cols, to.first + column, whole, valid, y, sharedInverse, w);
 }
 
 // whole: cols is a multiple of 4, and all float pointers are 16-byte aligned. width: cols.
@@ -161,12 +173,13 @@ __global__ void __launch_bounds__(512, 2)
 
     const float inverse = sharedInverse;
     const bool isStaged = cols <= kSegment;
+    const WideRow to(out, weightRows, cols);
     const auto finish = [&](int64_t q, float4 w) {
         const bool valid = q < quads;
         const int64_t column = q * 4, left = cols - column;
         float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (valid) y = isStaged ? stagedQuads[q] : loadQuad(in + column, whole, left);
-        storeNormed(out, row, cols, column, whole, valid, y, inverse, w);
+        storeNormed(out, to.row, to.cols, to.first + column, whole, valid, y, inverse, w);
     };
     // Storing the forms takes whole warps, so a lane past the end stays as long as its warp's first lane has work.
     const int64_t warpFirst = threadIdx.x & ~31u;

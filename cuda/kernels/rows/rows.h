@@ -98,7 +98,7 @@ size_t quantizedRowsBytes(int64_t rows, int64_t cols);
 QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols);  // 256-byte aligned buffer
 
 // out row t = rmsNorm of row (rowIndex ? rowIndex[t] : t) of x, with row t % weightRows of weight, and the bits of the
-// CPU's rmsNorm. weight: null: weights of 1.
+// CPU's rmsNorm. weight: null: weights of 1. Each weightRows of the rows are one row of int8 blocks.
 void rmsNorm(Stream& stream, const float* x, const int32_t* rowIndex, const float* weight, float eps, int64_t rows,
              int64_t cols, const RowOutputs& out, int32_t weightRows = 1);
 // x *= factor, over n elements.

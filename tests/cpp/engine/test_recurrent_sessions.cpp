@@ -223,8 +223,10 @@ TEST(RecurrentSessions, TheGpuRefusesWhatItHasNoKernelsForBeforeLoading) {
         SCOPED_TRACE(describe(options));
         expectError(ErrorKind::InvalidArgument, "cannot run", [&] { cudaKind().requireCanRun(Model(options).spec()); });
     }
-    for (const tiny::Options& options : gpuVariants())
-        EXPECT_NO_THROW(cudaKind().requireCanRun(Model(options).spec())) << describe(options);
+    for (const auto& models : {gpuVariants(), gpuHybrids(), mambas()}) {
+        for (const tiny::Options& options : models)
+            EXPECT_NO_THROW(cudaKind().requireCanRun(Model(options).spec())) << describe(options);
+    }
 }
 
 TEST(RecurrentSessions, ACacheThatDoesNotFitTheModelIsRefused) {

@@ -32,7 +32,7 @@ struct Kind {
 
 // A model whose layers see everything, and two with states.
 std::vector<Kind> kinds() {
-    return {{"plain", gpuVariants()[0], 1}, {"hybrid", hybrids()[0], kPromptTile}, {"mamba", mambas()[2], kPromptTile}};
+    return {{"plain", gpuVariants()[0], 1}, {"hybrid", hybrids()[0], kPromptTile}, {"mamba", mambas()[2], 1}};
 }
 
 class World {

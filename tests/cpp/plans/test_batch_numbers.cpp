@@ -25,7 +25,7 @@ struct World {
         room.sequences = 20;
         room.fastSequences = 4;
         room.pages = 10;
-        room.recurrent = recurrent;
+        room.recurrent = room.stateTiles = recurrent;
     }
     // Rows of a sequence that has `held` tokens; they are committed unless it is the last call before fill().
     void add(RowKind kind, int32_t sequence, int64_t count, const std::vector<int64_t>& marks = {}) {
@@ -95,6 +95,7 @@ TEST(BatchNumbers, KnowsTheMostExactRowsOfASequence) {
     EXPECT_EQ(world.fill(7).mostExact, 4);
     world.add(RowKind::Prompt, d, 9);
     EXPECT_EQ(world.fill(7).mostExact, 4) << "fast rows do not count";
+    EXPECT_EQ(world.fill(7).mostFast, 9);
     EXPECT_EQ(world.fill(16).mostExact, 9);
 }
 
@@ -142,6 +143,25 @@ TEST(BatchNumbers, StatesAreReadAndKeptWhereTheCacheSays) {
     ASSERT_EQ(view.deltaTiles.count, 4);
     EXPECT_EQ(World::list(view.deltaTiles.begin, 4), (List{0, 64, 128, 150}));
     EXPECT_EQ(World::list(view.deltaTiles.end, 4), (List{64, 128, 150, 160}));
+}
+
+// Layers that go row after row take fast rows from anywhere, and keep a state after any of them.
+TEST(BatchNumbers, WithoutTilesOfStatesFastRowsBeginAnywhere) {
+    World world(true);
+    const int32_t a = world.held(70);
+    world.add(RowKind::Prompt, a, 100, {75, 128});
+    EXPECT_THROW(world.fill(0), Error) << "tiles of states begin at multiples of 64";
+    world.room.stateTiles = false;
+    const BatchView view = world.fill(0);
+    const std::vector<StateStep> steps = world.kv.states().steps(a);
+    ASSERT_EQ(steps.size(), 3u);
+    EXPECT_EQ(view.fastStates.from[0], steps[0].from);
+    EXPECT_EQ(view.fastStates.to[4], steps[0].to);
+    EXPECT_EQ(view.fastStates.to[57], steps[1].to);
+    EXPECT_EQ(view.fastStates.to[99], steps[2].to);
+    EXPECT_EQ(view.fastStates.sequences.count, 1);
+    EXPECT_EQ(view.deltaTiles.count, 0);
+    EXPECT_EQ(view.queryTiles.count, 3);
 }
 
 // A captured step of n rows is replayed for any number of sequences: what is not there is empty.

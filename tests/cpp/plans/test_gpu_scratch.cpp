@@ -88,8 +88,9 @@ std::vector<Part> always(const GpuScratch& s, const StepLimits& l) {
         {"attention", s.attention, attentionBytes(s, l)},
         {"streams", s.rows[RowBuffer::Streams], kFloat * rows * l.streams * l.embedding},
         {"streamMix", s.rows[RowBuffer::StreamMix], kFloat * rows * l.streams * (2 + l.streams)},
-        {"deltaReaders", s.deltaReaders,
-         l.deltaHeads ? static_cast<int64_t>(cuda::deltaStepBytes(std::min<int64_t>(rows, 80), deltaShape())) : 0},
+        {"stateReaders", s.stateReaders,
+         l.deltaHeads ? static_cast<int64_t>(cuda::deltaStepBytes(std::min<int64_t>(rows, 80), deltaShape()))
+                      : kInt * std::min<int64_t>(rows, 80) * l.mambaGroups},
         {"sampling", s.sampling, static_cast<int64_t>(cuda::samplingScratchBytes(l.vocab))},
         {"adjustments", s.adjustments, static_cast<int64_t>(sizeof(TokenAdjustment)) * l.vocab},
         {"token", s.token, kInt * head},
@@ -117,7 +118,7 @@ std::vector<Part> always(const GpuScratch& s, const StepLimits& l) {
 
 std::vector<Part> ofMixer(const GpuScratch& s, const StepLimits& l) {
     const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows,
-                  attended = std::max(l.queryWidth, l.deltaWidth);
+                  attended = std::max({l.queryWidth, l.deltaWidth, l.mambaWidth});
     const int64_t splitQueries = l.kvType != KvType::BF16 ? 1 : 0, split = l.floatWeights ? 1 : 0,
                   delta = l.deltaHeads && fast ? 1 : 0;
     const int64_t keys = l.deltaChannels - l.deltaWidth,
@@ -131,6 +132,14 @@ std::vector<Part> ofMixer(const GpuScratch& s, const StepLimits& l) {
         {"deltaGate", s.rows[RowBuffer::DeltaGate], kFloat * rows * l.deltaWidth},
         {"deltaAlpha", s.rows[RowBuffer::DeltaAlpha], kFloat * rows * l.deltaHeads},
         {"deltaBeta", s.rows[RowBuffer::DeltaBeta], kFloat * rows * l.deltaHeads},
+        {"mambaMixed", s.rows[RowBuffer::MambaMixed], kFloat * rows * l.mambaChannels},
+        {"mambaGate", s.rows[RowBuffer::MambaGate], kFloat * rows * l.mambaWidth},
+        {"mambaWindows", s.mambaWindows,
+         rows > 64 ? kFloat * (rows / 64 + (fast ? std::min(rows, kMostPrompts) : std::min<int64_t>(rows, 80))) * 3 *
+                         l.mambaChannels
+                   : 0},
+        {"mambaSteps", s.rows[RowBuffer::MambaSteps], kFloat * rows * l.mambaHeads},
+        {"mambaDecays", s.rows[RowBuffer::MambaDecays], kFloat * rows * l.mambaHeads},
         {"attended", input(s, RowInput::Attended).exact.floats, kFloat * exact * attended},
         {"attendedQuant", input(s, RowInput::Attended).exact.quantized, quantized(exact, attended)},
         {"qHi", s.queries.hi, kHalf * fast * l.queryWidth},
@@ -295,15 +304,22 @@ StepLimits blocks(int64_t rows) {
     return l;
 }
 
+StepLimits mamba(int64_t rows) {
+    StepLimits l = withExperts(rows);
+    l.mambaHeads = 12, l.mambaGroups = 3, l.mambaStateDim = 128, l.mambaWidth = 768, l.mambaChannels = 768 + 2 * 384;
+    return l;
+}
+
 TEST(GpuScratch, WhatIsUsedTogetherLiesApart) {
-    for (const auto make : {dense, withExperts, hybrid, latent, blocks}) {
+    for (const auto make : {dense, withExperts, hybrid, latent, blocks, mamba}) {
         for (const PromptMode prompt : {PromptMode::Fast, PromptMode::Exact}) {
             for (const int64_t rows : {1, 5, 8, 9, 64, 300, 2048}) {
                 StepLimits l = make(rows);
                 l.prompt = prompt;
                 SCOPED_TRACE(std::to_string(rows) + " rows, experts " + std::to_string(l.experts) +
                              ", heads of delta " + std::to_string(l.deltaHeads) + ", of latents " +
-                             std::to_string(l.latentHeads) + (prompt == PromptMode::Exact ? ", exact" : ", fast"));
+                             std::to_string(l.latentHeads) + ", of Mamba " + std::to_string(l.mambaHeads) +
+                             (prompt == PromptMode::Exact ? ", exact" : ", fast"));
                 const GpuScratch s(l);
                 EXPECT_EQ(s.exactRows, prompt == PromptMode::Exact ? rows : std::min<int64_t>(rows, 64));
                 EXPECT_EQ(s.fastRows, prompt == PromptMode::Exact ? 0 : rows);

@@ -438,19 +438,21 @@ inline std::vector<Options> gpuHybrids() {
     return all;
 }
 
-// Models that only the CPU runs: heads that do not fill a vector, a longer convolution, and Mamba 2.
+// Models that only the CPU runs: heads that do not fill a vector, and a longer convolution.
 inline std::vector<Options> cpuHybrids() {
     Options heads = gpuHybrids()[1];
     heads.deltaDim = 20;
     Options convolution = gpuHybrids()[0];
     convolution.convWidth = 5;
-    std::vector<Options> all{heads, convolution};
-    for (const Options& o : mambas()) all.push_back(o);
-    return all;
+    Options mambaHeads = mambas()[1], mambaConvolution = mambas()[1];
+    mambaHeads.mambaDim = 18;
+    mambaConvolution.convWidth = 5;
+    return {heads, convolution, mambaHeads, mambaConvolution};
 }
 
 inline std::vector<Options> hybrids() {
     std::vector<Options> all = gpuHybrids();
+    for (const Options& o : mambas()) all.push_back(o);
     for (const Options& o : cpuHybrids()) all.push_back(o);
     return all;
 }

@@ -38,7 +38,8 @@ from sharpi.errors import OutOfMemoryError
 pytestmark = pytest.mark.gpu
 
 NAMES = ("qwen35", "qwen35moe")
-CUT = (*NAMES, "qwen3next")
+MAMBAS = ("granitehybrid", "nemotron_h", "nemotron_h_moe")
+CUT = (*NAMES, "qwen3next", *MAMBAS)
 # And those that have something of their own for each layer: embeddings, biases of experts, weights on their inputs.
 PLACED = (*CUT, "gemma4-e", "gpt-oss", "llama4")
 # Larger than a few granules, and of shapes as real models have them.

@@ -566,4 +566,4 @@ FAMILIES = {
     "nemotron_h_moe": _nemotron("b2ddfbb8cb8dbd68", experts=16),
 }
 # Those for which the GPU has no kernels, and what it lacks.
-CPU_ONLY = dict.fromkeys(("granitehybrid", "nemotron_h", "nemotron_h_moe"), "Mamba 2")
+CPU_ONLY: dict[str, str] = {}

@@ -29,7 +29,15 @@ protected:
         EXPECT_LT(routed ? medianDistance(got, expected, model.options().vocab) : distance(got, expected), kNear)
             << what;
     }
-    static std::vector<tiny::Options> hybrids() { return tiny::gpuHybrids(); }
+    static std::vector<tiny::Options> hybrids() {
+        std::vector<tiny::Options> all = tiny::gpuHybrids();
+        for (const tiny::Options& o : tiny::mambas()) all.push_back(o);
+        return all;
+    }
+    // The fast rows of a batch are as many, except at the end: see Backend::promptStep().
+    static int64_t promptStep(const tiny::Options& tiny) {
+        return tiny::family(tiny.architecture).mamba ? 1 : kPromptTile;
+    }
 };
 
 // Texts that share passes, a few rows of each at a time, and the logits of each when the CPU computes it alone.
@@ -165,8 +173,8 @@ TEST_F(CudaHybrids, PromptsOfDifferentLengthsGoOnInOneBatch) {
         while (!all.finished()) {
             std::vector<size_t> counts;
             for (size_t s = 0; s < all.texts.size(); ++s) {
-                const size_t tiles = random()() % 4;
-                counts.push_back(std::min<size_t>(tiles * kPromptTile, all.left(s)));
+                const size_t tiles = random()() % (promptStep(tiny) == 1 ? 200 : 4);
+                counts.push_back(std::min<size_t>(tiles * promptStep(tiny), all.left(s)));
             }
             if (std::any_of(counts.begin(), counts.end(), [](size_t count) { return count > 0; }))
                 all.run(counts, RowKind::Prompt);
@@ -208,11 +216,13 @@ TEST_F(CudaHybrids, PrefillMayBeCutAnywhere) {
 }
 
 TEST_F(CudaHybrids, EveryCacheTypeHasTheCpusBits) {
-    for (const KvType kv : {KvType::F32, KvType::F16, KvType::BF16}) {
-        const tiny::Model model{hybrids()[0]};
-        const auto text = tokens(150, model.options().vocab);
-        Session cpu(load(model, options(false, kv))), gpu(load(model, options(true, kv)));
-        EXPECT_TRUE(sameBits(logits(cpu, text, {}), steps(gpu, text, smallChunks(150))));
+    for (const tiny::Options& tiny : {tiny::gpuHybrids()[0], tiny::mambas()[0]}) {
+        const tiny::Model model{tiny};
+        for (const KvType kv : {KvType::F32, KvType::F16, KvType::BF16}) {
+            const auto text = tokens(150, tiny.vocab);
+            Session cpu(load(model, options(false, kv))), gpu(load(model, options(true, kv)));
+            EXPECT_TRUE(sameBits(logits(cpu, text, {}), steps(gpu, text, smallChunks(150))));
+        }
     }
 }
 
@@ -220,10 +230,12 @@ TEST_F(CudaHybrids, EveryCacheTypeHasTheCpusBits) {
 // prefill, over 4,096 tokens.
 TEST_F(CudaHybrids, LongTextsDoNotDrift) {
     constexpr int64_t kLength = 4096, kPart = 256;
-    tiny::Options tiny = hybrids()[0];
-    tiny.context = kLength;
-    for (const bool floats : {true, false}) {
-        SCOPED_TRACE(floats ? "float32" : "quantized");
+    tiny::Options delta = tiny::gpuHybrids()[0], mamba = tiny::mambas()[1];
+    delta.context = mamba.context = kLength;
+    for (const auto& each : {std::pair(delta, true), {delta, false}, {mamba, true}}) {
+        const tiny::Options& tiny = each.first;
+        const bool floats = each.second;
+        SCOPED_TRACE(tiny::describe(tiny) + (floats ? ", float32" : ", quantized"));
         const tiny::Model model = floats ? tiny::Model(tiny).asFloats() : tiny::Model(tiny);
         const KvType kv = floats ? KvType::F32 : KvType::BF16;
         const auto at = [&](bool cuda) {
@@ -288,8 +300,8 @@ TEST_F(CudaHybrids, RowsOfAStepCanBeTakenBack) {
     }
 }
 
-// A prompt's state is kept after whole tiles. The rows after the last whole tile are rolled back, and computed again
-// together with new ones.
+// A prompt's state is kept after whole tiles, or anywhere (Mamba 2). The rows after it are rolled back, and computed
+// again together with new ones.
 TEST_F(CudaHybrids, RowsOfAPrefillCanBeTakenBack) {
     for (const tiny::Options& tiny : hybrids()) {
         SCOPED_TRACE(tiny::describe(tiny));
@@ -317,8 +329,8 @@ TEST_F(CudaHybrids, RowsOfAPrefillCanBeTakenBack) {
         const auto expected = run(whole, kLength, 0);
         std::vector<float> all;
         while (pass.kv.length(handle) < kLength) {
-            const int64_t left = kLength - pass.kv.length(handle),
-                          right = std::min<int64_t>(left, kPromptTile * (1 + random()() % 2));
+            const int64_t left = kLength - pass.kv.length(handle), step = promptStep(tiny),
+                          right = std::min<int64_t>(left, step * (1 + random()() % (2 * kPromptTile / step)));
             const auto got = run(handle, right, std::min<int64_t>(random()() % 100, left - right));
             all.insert(all.end(), got.begin(), got.end());
         }

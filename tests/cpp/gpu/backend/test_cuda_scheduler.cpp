@@ -16,7 +16,7 @@ protected:
         tiny::Options windows;
         windows.architecture = "gemma3";
         windows.layers = tiny::family("gemma3").layers;
-        return {tiny::gpuVariants()[0], experts, tiny::gpuHybrids()[0], predicting, windows};
+        return {tiny::gpuVariants()[0], experts, tiny::gpuHybrids()[0], predicting, windows, tiny::mambas()[2]};
     }
     static EngineOptions sized(EngineOptions o, int64_t context, int32_t sequences) {
         o.context = context;

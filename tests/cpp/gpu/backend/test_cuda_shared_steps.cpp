@@ -35,7 +35,8 @@ protected:
 TEST_F(CudaSharedSteps, EverySessionGivesTheCpusTokens) {
     constexpr size_t kTexts = 70, kLength = 10;
     auto models = tiny::gpuVariants();
-    for (const tiny::Options& tiny : tiny::gpuHybrids()) models.push_back(tiny);
+    for (const auto& hybrids : {tiny::gpuHybrids(), tiny::mambas()})
+        for (const tiny::Options& tiny : hybrids) models.push_back(tiny);
     for (const tiny::Options& tiny : models) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model = modelOf(tiny);
@@ -81,6 +82,7 @@ TEST_F(CudaSharedSteps, RecordsThatReplaceEachOtherKeepTheBits) {
     auto models = tiny::gpuHybrids();
     models.resize(1);
     models.push_back(tiny::gpuVariants().front());
+    models.push_back(tiny::mambas().front());
     for (const tiny::Options& tiny : models) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model = modelOf(tiny);

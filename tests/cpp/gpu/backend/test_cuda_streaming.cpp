@@ -80,6 +80,11 @@ std::vector<tiny::Options> models() {
     hybrid.matrices = DType::Q4_0;
     hybrid.tied = true;
     all.push_back(hybrid);
+    for (tiny::Options mamba : tiny::mambas()) {
+        mamba.embedding = 160;
+        mamba.hidden = 352;
+        all.push_back(mamba);
+    }
     return all;
 }
 

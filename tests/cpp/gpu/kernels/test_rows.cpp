@@ -160,14 +160,15 @@ TEST_F(Rows, NormReadsTheRowsItIsTold) {
     expectHalves(expected, hi.read(), nullptr);
 }
 
-// Rows of each kind in turn. Each kind has its own weights.
+// Rows of each kind in turn. Each kind has its own weights, and one row of each is a row of blocks.
 TEST_F(Rows, NormTakesItsWeightsInTurn) {
     for (const int64_t cols : {1, 31, 33, 100, 160, 1024, 4097, 8224, 20002}) {
         for (const int32_t kinds : {2, 3}) {
             for (const size_t skip : {0, 1}) {  // floats before the weights
                 SCOPED_TRACE(std::to_string(cols) + " columns, " + std::to_string(kinds) + " kinds, skip " +
                              std::to_string(skip));
-                const int64_t rows = kinds * 5 - 1;
+                const bool blocks = cols % 32 == 0;
+                const int64_t rows = kinds * 5 - (blocks ? 0 : 1);
                 const auto x = randomFloats(rows * cols), weights = randomFloats(skip + kinds * cols);
                 std::vector<int32_t> index(rows);
                 for (int64_t r = 0; r < rows; ++r) index[r] = static_cast<int32_t>((r * 3 + 1) % rows);
@@ -175,18 +176,20 @@ TEST_F(Rows, NormTakesItsWeightsInTurn) {
                 for (int64_t r = 0; r < rows; ++r)
                     _cpu.rmsNorm(x.data() + index[r] * cols, weights.data() + skip + r % kinds * cols, 1e-5f, cols,
                                  expected.data() + r * cols);
-                const bool blocks = cols % 32 == 0;
                 const DeviceArray<float> deviceX(x), deviceWeights(weights), floats(rows * cols);
                 const DeviceArray<int32_t> deviceIndex(index);
                 const DeviceArray<uint8_t> quantized(quantizedRowsBytes(rows, cols));
                 const DeviceArray<uint16_t> hi(rows * cols), lo(rows * cols);
                 RowOutputs out{floats.get(), {}, {}};
-                if (blocks) out = {floats.get(), quantizedRowsOver(quantized.get(), rows, cols), {hi.get(), lo.get()}};
+                if (blocks) {
+                    out.quantized = quantizedRowsOver(quantized.get(), rows / kinds, cols * kinds);
+                    out.half = {hi.get(), lo.get()};
+                }
                 rmsNorm(stream(), deviceX.get(), deviceIndex.get(), deviceWeights.get() + skip, 1e-5f, rows, cols, out,
                         kinds);
                 ASSERT_TRUE(sameBits(expected, floats.read()));
                 if (!blocks) continue;
-                expectQuantized(expected, rows, cols, quantized);
+                expectQuantized(expected, rows / kinds, cols * kinds, quantized);
                 const auto low = lo.read();
                 expectHalves(expected, hi.read(), &low);
             }

@@ -1,5 +1,5 @@
-// What the tests of Gated DeltaNet share: a layer's weights, states and rows, the CPU's results for them, and their
-// copy on the device.
+// What the tests of recurrent layers share: the rows of a batch. And of Gated DeltaNet: a layer's weights, states and
+// rows, the CPU's results for them, and their copy on the device.
 #pragma once
 
 #include <algorithm>
@@ -22,6 +22,31 @@ struct Part {
     int32_t from;
     std::vector<std::pair<int64_t, int32_t>> kept;  // {number of rows, entry}; the last one is after all rows
     int64_t rows() const { return kept.back().first; }
+};
+
+// A batch of such rows.
+struct PartRows {
+    int64_t rows = 0;
+    int32_t entries = kEntries;
+    std::vector<int32_t> from, to, begin, end;
+
+    explicit PartRows(const std::vector<Part>& parts) {
+        for (const Part& part : parts) {
+            begin.push_back(static_cast<int32_t>(rows));
+            from.push_back(part.from < 0 ? kStateIsZero : part.from);
+            from.resize(static_cast<size_t>(rows + part.rows()), kStateIsOfRowBefore);
+            to.resize(from.size(), -1);
+            for (const auto& [until, entry] : part.kept) {
+                to[static_cast<size_t>(rows + until - 1)] = entry;
+                entries = std::max({entries, entry + 1, part.from + 1});
+            }
+            rows += part.rows();
+            end.push_back(static_cast<int32_t>(rows));
+        }
+        // An empty range, like the padding of a captured launch.
+        begin.insert(begin.begin() + 1, 0);
+        end.insert(end.begin() + 1, 0);
+    }
 };
 
 struct Case {
@@ -212,29 +237,17 @@ protected:
         World w;
         w.shape = c.shape;
         w.parts = c.parts;
-        for (const Part& part : c.parts) {
-            w.begin.push_back(static_cast<int32_t>(w.rows));
-            w.from.push_back(part.from < 0 ? kStateIsZero : part.from);
-            w.from.resize(static_cast<size_t>(w.rows + part.rows()), kStateIsOfRowBefore);
-            w.to.resize(w.from.size(), -1);
-            for (const auto& [until, entry] : part.kept) w.to[static_cast<size_t>(w.rows + until - 1)] = entry;
-            w.rows += part.rows();
-            w.end.push_back(static_cast<int32_t>(w.rows));
-        }
-        // An empty range, like the padding of a captured launch.
-        w.begin.insert(w.begin.begin() + 1, 0);
-        w.end.insert(w.end.begin() + 1, 0);
+        const PartRows rows(c.parts);
+        w.rows = rows.rows;
+        w.from = rows.from, w.to = rows.to, w.begin = rows.begin, w.end = rows.end;
         const DeltaShape& s = w.shape;
         w.conv = randomFloats(s.convWidth * s.channels(), 0.5f);
         w.stepBias = randomFloats(s.valueHeads);
         w.decay = randomFloats(s.valueHeads);
         for (float& a : w.decay) a = -std::exp(0.5f * a - 1.0f);
         w.headNorm = randomFloats(s.dim);
-        int32_t entries = kEntries;
-        for (const Part& part : c.parts)
-            for (const auto& [until, entry] : part.kept) entries = std::max({entries, entry + 1, part.from + 1});
-        w.convStates.assign(static_cast<size_t>(entries * s.convFloats()), NAN);
-        w.matrixStates.assign(static_cast<size_t>(entries * s.matrixFloats()), NAN);
+        w.convStates.assign(static_cast<size_t>(rows.entries * s.convFloats()), NAN);
+        w.matrixStates.assign(static_cast<size_t>(rows.entries * s.matrixFloats()), NAN);
         for (const Part& part : c.parts) {
             if (part.from < 0) continue;
             const auto conv = randomFloats(s.convFloats()), matrix = randomFloats(s.matrixFloats());
