@@ -4,9 +4,9 @@
 
 The same prompts are answered greedily, first in this process and then over HTTP by a server of its own, both with the
 same settings. Times to the first token are those of one request after another, medians of --requests. Tokens a second
-are those of --streams requests at once. Processor time a token is that of all threads, with the model's. Beside it stands
-that of the main thread alone, which does all but run the model: here it takes tokens and makes them text, in the server
-it also speaks HTTP. So the difference is what HTTP takes, however busy the machine is.
+are those of --streams requests at once. Processor time a token is that of all threads, with the model's. Beside it
+stands that of the main thread alone, which does all but run the model: here it takes tokens and makes them text, in the
+server it also speaks HTTP. So the difference is what HTTP takes.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Lease, OpenTurn, Server
 from sharpi.serve.turns import Event, Turn
 
-__all__ = ["BODIES", "COMMENT", "EVENT_STREAM", "GONE", "NDJSON", "SILENCE", "TurnStream", "Wording", "answered", "collected",
-           "json_response"]
+__all__ = ["BODIES", "COMMENT", "EVENT_STREAM", "GONE", "NDJSON", "SILENCE", "TurnStream", "Wording", "answered",
+           "collected", "json_response"]
 
 EVENT_STREAM, NDJSON = "text/event-stream", "application/x-ndjson"
 COMMENT = b":\n\n"  # tells proxies and clients that the connection is alive

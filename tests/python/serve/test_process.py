@@ -239,4 +239,4 @@ def test_what_cannot_be_served_is_one_line(arguments: list[str], said: str, serv
 def test_a_first_model_that_cannot_be_loaded_ends_the_process() -> None:
     ended = subprocess.run(command("-m", __file__), capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
-    assert "cannot be loaded" in ended.stderr and "is not a GGUF file" in ended.stderr.splitlines()[-1]
+    assert ended.stderr.count("cannot be loaded") == 1 and "is not a GGUF file" in ended.stderr.splitlines()[-1]
