@@ -103,6 +103,11 @@ public:
     void rollback(int64_t tokens) const {
         if (!_rollback(tokens).cast<bool>()) _check(false, 0.0);
     }
+    // Leaves the interpreter's objects alone, if it is ending.
+    void release() {
+        for (py::object* object : {&_check, &_compute, &_isError, &_consume, &_isStopped, &_rollback})
+            object->release();
+    }
 
 private:
     py::object _check;  // throws what is wrong
@@ -118,10 +123,10 @@ public:
         findMatcher();
     }
     ~PythonConstraint() override {
-        if (isEnding()) {  // nothing of Python's may be touched any more, so it is left as it is
+        if (isEnding()) {
             _object.release();
             _words.release();
-            if (_direct) new std::optional<DirectMatcher>(std::move(_direct));
+            if (_direct) _direct->release();
             return;
         }
         const py::gil_scoped_acquire gil;
