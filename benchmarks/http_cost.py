@@ -4,8 +4,9 @@
 
 The same prompts are answered greedily, first in this process and then over HTTP by a server of its own, both with the
 same settings. Times to the first token are those of one request after another, medians of --requests. Tokens a second
-are those of --streams requests at once. The server's processor time a token includes the model's, so the difference to
-this process's own is what HTTP takes.
+are those of --streams requests at once. Processor time a token is that of all threads, with the model's. Beside it
+stands that of the main thread alone, which does all but run the model: here it takes tokens and makes them text, in the
+server it also speaks HTTP. So the difference is what HTTP takes.
 """
 
 from __future__ import annotations
@@ -34,13 +35,19 @@ from sharpi.model import BUNDLED_MODEL
 
 @dataclass(frozen=True)
 class Measured:
-    """first_token: seconds. processor: seconds a token, of all threads."""
+    """first_token: seconds. processor, main_thread: seconds a token, of all threads and of the main thread."""
 
     where: str
     streams: int
     first_token: float
     tokens_per_second: float
     processor: float
+    main_thread: float
+
+
+def main_thread_seconds(process: int) -> float:
+    """What the process's main thread has used of the processor."""
+    return int(Path(f"/proc/{process}/task/{process}/schedstat").read_text(encoding="ascii").split()[0]) / 1e9
 
 
 def prompts(count: int, vocabulary: int, seed: int) -> list[list[int]]:
@@ -64,6 +71,9 @@ class InProcess:
         used = resource.getrusage(resource.RUSAGE_SELF)
         return used.ru_utime + used.ru_stime
 
+    def main_thread(self) -> float:
+        return main_thread_seconds(os.getpid())
+
 
 class OverHttp:
     """Asks a server, with one connection for each stream."""
@@ -85,6 +95,9 @@ class OverHttp:
         fields = Path(f"/proc/{self._server}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
+    def main_thread(self) -> float:
+        return main_thread_seconds(self._server)
+
 
 async def first_token(asked: InProcess | OverHttp, requests: list[list[int]]) -> float:
     seconds = []
@@ -103,11 +116,12 @@ async def measured(where: str, asked: InProcess | OverHttp, streams: int, tokens
             pass
 
     first = await first_token(asked, prompts(requests, vocabulary, 1))
-    before, started = asked.processor(), time.perf_counter()
+    before, main_before, started = asked.processor(), asked.main_thread(), time.perf_counter()
     await asyncio.gather(*map(all_of, prompts(streams, vocabulary, 2)))
     seconds = time.perf_counter() - started
     return Measured(where, streams, first, streams * tokens / seconds,
-                    (asked.processor() - before) / (streams * tokens))
+                    (asked.processor() - before) / (streams * tokens),
+                    (asked.main_thread() - main_before) / (streams * tokens))
 
 
 async def served(arguments: argparse.Namespace, model: Path, never: dict[int, float],
@@ -140,10 +154,10 @@ async def here(arguments: argparse.Namespace, model: Model, never: dict[int, flo
 
 
 def table(rows: list[Measured]) -> str:
-    lines = ["| | streams | first token, ms | tokens/s | processor, us a token |",
-             "| --- | ---: | ---: | ---: | ---: |"]
+    lines = ["| | streams | first token, ms | tokens/s | processor, us a token | of it the main thread |",
+             "| --- | ---: | ---: | ---: | ---: | ---: |"]
     lines += [f"| {row.where} | {row.streams} | {1e3 * row.first_token:.2f} | {row.tokens_per_second:.0f} |"
-              f" {1e6 * row.processor:.0f} |" for row in rows]
+              f" {1e6 * row.processor:.0f} | {1e6 * row.main_thread:.1f} |" for row in rows]
     return "\n".join(lines)
 
 

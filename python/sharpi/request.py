@@ -120,6 +120,8 @@ class TextStream:
         yield from self.flush()
 
     def _shown(self, text: str) -> str:
+        if not self._stop:
+            return text
         held = self._held + text
         found = min(((at, stop) for stop in self._stop if (at := held.find(stop)) >= 0), default=None)
         if found is not None:

@@ -124,13 +124,25 @@ class Answer(Iterator[Token], AsyncIterator[Token]):
         return self
 
     async def __anext__(self) -> Token:
+        await self.more()
+        return self._first(StopAsyncIteration)
+
+    async def more(self) -> bool:
+        """Waits until `ready` has a token. Returns `False` if there are no further ones. Raises `SharpiError` if the
+        answer failed, once all its tokens have been read."""
         while not self._ready and not self._ended:
             if self._watcher is not None and self._watcher.belongs_here():
                 await self._watcher.news(self._core.number)
                 self._take(0.0)
             else:
                 await asyncio.to_thread(self._take, _LOOK)
-        return self._first(StopAsyncIteration)
+        if not self._ready and self._error is not None:
+            raise SharpiError(self._error)
+        return bool(self._ready)
+
+    def ready(self) -> Token | None:
+        """The next token, if it has come."""
+        return self._ready.popleft() if self._ready else None
 
     def __enter__(self) -> Answer:
         return self
@@ -175,13 +187,28 @@ class Answer(Iterator[Token], AsyncIterator[Token]):
             self._watcher.forget(self._core.number)
 
 
+class _News:
+    """Whether something of an answer has come that nobody has read, and its reader if it waits."""
+
+    __slots__ = ("came", "reader")
+
+    def __init__(self) -> None:
+        self.came = False
+        self.reader: asyncio.Future[None] | None = None
+
+    def tell(self) -> None:
+        self.came = True
+        if self.reader is not None and not self.reader.done():
+            self.reader.set_result(None)
+
+
 class _Watcher:
     """Wakes the readers of answers in one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.arrivals = _core.Arrivals()
         self._loop = weakref.ref(loop)
-        self._waiting: dict[int, asyncio.Event] = {}
+        self._waiting: dict[int, _News] = {}
         loop.add_reader(self.arrivals.fileno(), self._wake)
 
     def belongs_here(self) -> bool:
@@ -189,12 +216,16 @@ class _Watcher:
 
     async def news(self, number: int) -> None:
         """Returns when this answer has something new."""
-        event = self._waiting.setdefault(number, asyncio.Event())
-        await event.wait()
-        event.clear()
+        news = self._waiting.get(number)
+        if news is None:
+            news = self._waiting[number] = _News()
+        if not news.came:
+            news.reader = asyncio.get_running_loop().create_future()
+            await news.reader
+        news.came = False
 
     def watch(self, number: int) -> None:
-        self._waiting.setdefault(number, asyncio.Event())
+        self._waiting.setdefault(number, _News())
 
     def forget(self, number: int) -> None:
         self._waiting.pop(number, None)
@@ -207,13 +238,13 @@ class _Watcher:
 
     def _end(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.remove_reader(self.arrivals.fileno())
-        for event in self._waiting.values():
-            event.set()
+        for news in self._waiting.values():
+            news.tell()
 
     def _wake(self) -> None:
         for number in self.arrivals.drain():
-            if event := self._waiting.get(number):
-                event.set()
+            if news := self._waiting.get(number):
+                news.tell()
 
 
 def _best(scores: Any) -> int:

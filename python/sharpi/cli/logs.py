@@ -57,6 +57,12 @@ def start_logging(context: click.Context, *, verbose: int = 0, file: str | None 
             raise click.ClickException(f"{printable(file)}: the log cannot be written there: {reason}") from error
 
 
+def show_warnings(context: click.Context) -> None:
+    """Warnings and errors appear on standard error even without `-v`: for commands that run where nobody watches."""
+    if not any(isinstance(handler, _ErrorHandler) for handler in logging.getLogger("sharpi").handlers):
+        _attach(context, _ErrorHandler(), logging.WARNING)
+
+
 def _attach(context: click.Context, handler: logging.Handler, level: int) -> None:
     logger = logging.getLogger("sharpi")
     before = logger.level

@@ -16,6 +16,10 @@ class Constraint(Protocol):
     The scheduler's thread calls it, never two methods at once, and between the calls other Python threads run. If a
     method raises an exception, the answer ends with that error; other answers go on. Drafted tokens are accepted before
     it is known whether they stay, and rolled back if they do not.
+
+    A constraint may have a further method, `matcher()`. It returns the `Matcher` that alone decides from the accepted
+    tokens on, or `None`. The core then asks that matcher's library itself, which is several times cheaper, and tells
+    the constraint of no further token; a rollback to before that call reaches the constraint as ever.
     """
 
     def fill(self, words: npt.NDArray[np.uint32]) -> bool:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sharpi.constraints import Constraint
-from sharpi.constraints.following import Following, allow_all, find_first, partly_at_end
+from sharpi.constraints.following import Following, allow_all, find_first, matcher_of, partly_at_end
+from sharpi.constraints.grammar import Matcher
 from sharpi.constraints.tokens import Tokens, Words, allows, empty
 from sharpi.errors import InvalidRequestError
 
@@ -151,3 +152,8 @@ class Either:
 
     def ended(self) -> bool:
         return any(constraint.ended() for constraint in self._living())
+
+    def matcher(self) -> Matcher | None:
+        """That of the constraint which the answer follows."""
+        living = self._living()
+        return matcher_of(living[0]) if len(living) == 1 else None

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 from sharpi.constraints import Constraint
+from sharpi.constraints.grammar import Matcher
 from sharpi.constraints.tokens import Tokens, Words
 
-__all__ = ["Crossings", "Following", "allow_all", "find_first", "partly_at_end"]
+__all__ = ["Crossings", "Following", "allow_all", "find_first", "matcher_of", "partly_at_end"]
 
 State = TypeVar("State")
 
@@ -39,6 +40,12 @@ class Following(ABC, Generic[State]):
 
     def ended(self) -> bool:
         return False
+
+
+def matcher_of(constraint: Constraint) -> Matcher | None:
+    """The matcher that alone decides from here on, if there is one."""
+    find = getattr(constraint, "matcher", None)
+    return None if find is None else find()
 
 
 def find_first(text: bytes, markers: Iterable[bytes], known: int) -> tuple[bytes, bytes] | None:

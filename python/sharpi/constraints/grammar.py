@@ -154,37 +154,47 @@ class Grammar:
 
 
 class Matcher:
-    """A `Constraint` that follows one answer through a grammar."""
+    """A `Constraint` that follows one answer through a grammar.
+
+    library: the grammar library's object, which the core calls itself where it can. width: the words of its masks.
+    slowest_mask: seconds of a thread's own time.
+    """
+
+    slowest_mask = _SLOWEST_MASK
 
     def __init__(self, grammar: Grammar, library: Any) -> None:
         self._grammar = grammar
-        self._library = library
-        self._ends = frozenset(grammar.tokens.end_ids)
-        self.accepted = 0
+        self.library = library
+        self.width = grammar.tokens.width
+
+    def matcher(self) -> Matcher:
+        return self
 
     def fill(self, words: Words) -> bool:
-        width = self._grammar.tokens.width
         began = time.thread_time()
-        self._library.unsafe_compute_mask_ptr(words.ctypes.data, 4 * width)
-        if self._library.is_error():
-            self._fail()
-        if time.thread_time() - began > _SLOWEST_MASK:
-            raise self._grammar.error("is too complex: a step of it takes too long")
-        words[width:] = 0
-        if empty(words):
-            raise self._grammar.error("leaves no token that the model's vocabulary can write")
+        self.library.unsafe_compute_mask_ptr(words.ctypes.data, 4 * self.width)
+        seconds = time.thread_time() - began
+        words[self.width:] = 0
+        self.check(empty(words), seconds)
         return True
 
+    def check(self, is_empty: bool, seconds: float) -> None:
+        """Raises InvalidRequestError if the last call failed. is_empty: it allowed no token. seconds: that it took."""
+        if self.library.is_error():
+            raise self._grammar.error(f"cannot be followed any further: {_one_line(self.library.get_error())}")
+        if seconds > self.slowest_mask:
+            raise self._grammar.error("is too complex: a step of it takes too long")
+        if is_empty:
+            raise self._grammar.error("leaves no token that the model's vocabulary can write")
+
     def accept(self, token: int) -> None:
-        self._library.consume_token(token)
-        if self._library.is_error():
-            self._fail()
-        self.accepted += 1
+        self.library.consume_token(token)
+        self.check(False, 0.0)
 
     def accepts(self, text: bytes) -> bool:
         """Whether the answer may go on with this text, or with what begins so."""
         ids = self._grammar.tokens.encode(text)
-        return bool(self._library.validate_tokens(ids) == len(ids))
+        return bool(self.library.validate_tokens(ids) == len(ids))
 
     def accept_text(self, text: bytes) -> None:
         """The answer goes on with this text, whatever tokens spell it."""
@@ -193,18 +203,13 @@ class Matcher:
 
     def rollback(self, tokens: int) -> None:
         if tokens:
-            self._library.rollback(tokens)
-            if self._library.is_error():
-                self._fail()
-            self.accepted -= tokens
+            self.library.rollback(tokens)
+            self.check(False, 0.0)
 
     def ended(self) -> bool:
         """Nothing but an end token can follow."""
-        return bool(self._library.is_stopped())
+        return bool(self.library.is_stopped())
 
     def complete(self) -> bool:
         """The answer may end here."""
-        return bool(self._library.is_accepting())
-
-    def _fail(self) -> None:
-        raise self._grammar.error(f"cannot be followed any further: {_one_line(self._library.get_error())}")
+        return bool(self.library.is_accepting())

@@ -93,6 +93,10 @@ class Lazy(Following[_State]):
             return _State(b"", None, region)
         return _State(b"", None, region if self._once else None, done=self._once)
 
+    def matcher(self) -> Matcher | None:
+        """The region's, if the answer ends with it."""
+        return self._state.region if self._once and not self._state.done else None
+
     def ended(self) -> bool:
         return self._state.done
 

@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from sharpi.constraints import Constraint
-from sharpi.constraints.following import Crossings, Following, allow_all, find_first
+from sharpi.constraints.following import Crossings, Following, allow_all, find_first, matcher_of
+from sharpi.constraints.grammar import Matcher
 from sharpi.constraints.tokens import Tokens, Words, allows
 
 __all__ = ["AfterThinking", "Begins"]
@@ -112,6 +113,10 @@ class AfterThinking(Following[_State]):
 
     def _allowed(self, inner: Constraint, token: int) -> bool:
         return not inner.fill(self._scratch) or allows(self._scratch, token)
+
+    def matcher(self) -> Matcher | None:
+        """The answer's, once it has begun."""
+        return matcher_of(self._state.inner) if self._state.phase == "answer" else None
 
     def ended(self) -> bool:
         return self._state.phase == "answer" and self._state.inner.ended()

@@ -127,12 +127,15 @@ def _lifespan(server: ApiServer, failed: Callable[[str], None] | None) -> Lifesp
 
 async def _preload(server: ApiServer, failed: Callable[[str], None] | None) -> None:
     """Loads the first model, so that the first request need not wait for it."""
+    server.store.failures_are_told = failed is not None
     try:
         async with server.store.lease(None):
             _log.info("ready")
     except ApiError as error:
         if failed is not None and not server.traffic.ending:
             failed(error.message)
+    finally:
+        server.store.failures_are_told = False
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,9 @@ __all__ = ["Card", "Lease", "OpenTurn", "Runner", "Server", "Store"]
 
 
 class OpenTurn(Protocol):
-    """A turn that is being answered. Close it to give up what is left; at its end it is closed."""
+    """A turn that is being answered. Close it to give up what is left; at its end it is closed.
+
+    Whoever streams it calls `ready` and `more`, so that a token passes as few coroutines as possible."""
 
     prompt_tokens: int
 
@@ -31,11 +33,22 @@ class OpenTurn(Protocol):
     def answer_tokens(self) -> int:
         """The tokens of its answers so far."""
 
-    def __aiter__(self) -> AsyncIterator[Event]: ...
+    def ready(self) -> Event | None:
+        """The next event, if it is there."""
 
-    async def __anext__(self) -> Event: ...
+    async def more(self) -> bool:
+        """Waits until `ready` may have an event. Returns `False` if there are no further ones."""
 
     async def aclose(self) -> None: ...
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self
+
+    async def __anext__(self) -> Event:
+        while (event := self.ready()) is None:
+            if not await self.more():
+                raise StopAsyncIteration
+        return event
 
 
 class Runner(Protocol):

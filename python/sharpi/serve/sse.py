@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -18,8 +19,8 @@ from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Lease, OpenTurn, Server
 from sharpi.serve.turns import Event, Turn
 
-__all__ = ["COMMENT", "EVENT_STREAM", "GONE", "NDJSON", "SILENCE", "TurnStream", "Wording", "answered", "collected",
-           "json_response"]
+__all__ = ["BODIES", "COMMENT", "EVENT_STREAM", "GONE", "NDJSON", "SILENCE", "TurnStream", "Wording", "answered",
+           "collected", "json_response"]
 
 EVENT_STREAM, NDJSON = "text/event-stream", "application/x-ndjson"
 COMMENT = b":\n\n"  # tells proxies and clients that the connection is alive
@@ -27,8 +28,11 @@ COMMENT = b":\n\n"  # tells proxies and clients that the connection is alive
 SILENCE = 5.0  # seconds that an event stream may say nothing
 GONE = 499  # the status of an answer whose client has gone: nobody reads it, but logs and metrics do
 
-# What may wait for a slow reader; beyond that, its turn's events are not read.
-_MOST_WAITING = 1 << 16
+BODIES = "sharpi.bodies"
+"""Where a request's scope has the function that sends a response's bodies. What wraps an application only looks at how
+responses begin, and each wrapper would cost every token of a stream a call."""
+
+_MOST_AT_ONCE = 1 << 16  # bytes of events that are worded before they are sent
 
 _log = logging.getLogger(__name__)
 
@@ -121,8 +125,10 @@ async def _stop(*tasks: asyncio.Task[Any]) -> None:
 
 
 class TurnStream(Response):
-    """Streams a turn's events. One task reads them and one writes, so that what comes at once goes out at once, and a
-    slow reader delays nobody else."""
+    """Streams a turn's events: what comes at once goes out at once, and a slow reader delays nobody else.
+
+    One task reads and writes. A client that does not read holds it back, so no more is worded than what is being sent.
+    """
 
     def __init__(self, turn: OpenTurn, wording: Wording, media_type: str = EVENT_STREAM,
                  closing: Callable[[], Awaitable[None]] | None = None, *, silence: float | None = None,
@@ -138,18 +144,15 @@ class TurnStream(Response):
         self._closing = closing
         self._silence = SILENCE if silence is None else silence
         self._stall = stall
-        self._waiting: list[bytes] = []
-        self._size = 0
         self._ended = False
-        self._arrival = asyncio.Event()
-        self._room = asyncio.Event()
+        self._comment: list[asyncio.Task[None]] = []  # the last that broke a silence
         self._sending_since: float | None = None
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tasks = [asyncio.ensure_future(work) for work in (self._write(send), self._read(), _gone(receive))]
-        writing, _, leaving = tasks
-        watching = asyncio.ensure_future(self._watch(writing))
+        bodies = scope.get(BODIES, send)
+        writing, leaving = (asyncio.ensure_future(work) for work in (self._write(send, bodies), _gone(receive)))
+        watching = asyncio.ensure_future(self._watch(writing, bodies))
         try:
             await asyncio.wait((writing, leaving), return_when=asyncio.FIRST_COMPLETED)
             if writing.done() and not writing.cancelled():
@@ -157,74 +160,62 @@ class TurnStream(Response):
         except OSError:
             pass  # the client has gone
         finally:
-            await _stop(*tasks, watching)
+            await _stop(writing, leaving, watching, *self._comment)
             await self._turn.aclose()
             if self._closing is not None:
                 await self._closing()
 
-    async def _read(self) -> None:
-        """Words the events, as fast as the client takes them."""
-        try:
-            self._put(self._wording.begin())
-            async for event in self._turn:
-                self._put(self._wording.word(event))
-                while self._size > _MOST_WAITING:
-                    self._room.clear()
-                    await self._room.wait()
-            self._put(self._wording.end())
-        except ApiError as error:
-            self._put(self._wording.failed(error))
-        except Exception:
-            _log.exception("a stream failed")
-            self._put(self._wording.failed(ApiError(500, "server_error", "the server failed: its log says how")))
-        finally:
-            self._ended = True
-            self._arrival.set()
-
-    def _put(self, data: bytes) -> None:
-        if data:
-            self._waiting.append(data)
-            self._size += len(data)
-            self._arrival.set()
-
-    async def _write(self, send: Send) -> None:
+    async def _write(self, send: Send, bodies: Send) -> None:
         await self._send(send, {"type": "http.response.start", "status": self.status_code,
                                 "headers": self.raw_headers})
+        data = self._wording.begin()
         while True:
-            if not self._waiting:
-                if self._ended:
-                    break
-                self._arrival.clear()
-                await self._arrival.wait()
-                continue
-            data = b"".join(self._waiting)
-            self._waiting.clear()
-            self._size = 0
-            self._room.set()
-            await self._send(send, {"type": "http.response.body", "body": data, "more_body": True})
+            if data:
+                await self._send(bodies, {"type": "http.response.body", "body": data, "more_body": True})
+            if self._ended:
+                break
+            data = await self._next()
         await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _next(self) -> bytes:
+        """Waits for an event, and words it and those that came with it. At the end, it is what a stream ends with."""
+        try:
+            turn, word = self._turn, self._wording.word
+            while (event := turn.ready()) is None:
+                if not await turn.more():
+                    self._ended = True
+                    return self._wording.end()
+            data = word(event)
+            while len(data) < _MOST_AT_ONCE and (event := turn.ready()) is not None:
+                data += word(event)
+            return data
+        except ApiError as error:
+            data = self._wording.failed(error)
+        except Exception:
+            _log.exception("a stream failed")
+            data = self._wording.failed(ApiError(500, "server_error", "the server failed: its log says how"))
+        self._ended = True
+        return data
+
     async def _send(self, send: Send, message: Any) -> None:
-        loop = asyncio.get_running_loop()
-        self._sending_since = loop.time()
+        self._sending_since = time.monotonic()
         await send(message)
         self._sending_since = None
-        self._sent_at = loop.time()
+        self._sent_at = time.monotonic()
 
-    async def _watch(self, writing: asyncio.Task[None]) -> None:
+    async def _watch(self, writing: asyncio.Task[None], bodies: Send) -> None:
         """Breaks silences, and gives up a client that reads nothing."""
-        loop = asyncio.get_running_loop()
-        self._sent_at = loop.time()
+        self._sent_at = time.monotonic()
         due = self._silence
         while True:
             await asyncio.sleep(due)
-            now = loop.time()
+            due = self._silence
+            now = time.monotonic()
             if self._sending_since is not None:
-                due = self._silence
                 if now - self._sending_since >= self._stall:
                     writing.cancel()
-            elif now - self._sent_at >= self._silence:
-                self._put(self._wording.idle() if self.media_type == EVENT_STREAM else b"")
-                due = self._silence
-            else:
-                due = self._silence - (now - self._sent_at)
+            elif now - self._sent_at < self._silence:
+                due -= now - self._sent_at
+            elif self.media_type == EVENT_STREAM and not self._ended and (idle := self._wording.idle()):
+                message = {"type": "http.response.body", "body": idle, "more_body": True}
+                self._comment = [asyncio.ensure_future(self._send(bodies, message))]

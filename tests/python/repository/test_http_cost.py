@@ -22,3 +22,4 @@ def test_both_ways_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [(row["where"], row["streams"]) for row in rows] == [("scheduler", 1), ("scheduler", 3), ("HTTP", 1),
                                                                 ("HTTP", 3)]
     assert all(row["first_token"] > 0 and row["tokens_per_second"] > 0 and row["processor"] >= 0 for row in rows)
+    assert all(row["main_thread"] > 0 for row in rows)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from sharpi.loading.description import BUNDLED_MODEL
 from sharpi.serve.errors import ApiError
-from sharpi.serve.server import Card
+from sharpi.serve.server import Card, OpenTurn
 from sharpi.serve.turns import CallArguments, CallBegun, Ended, Event, Said, Thought, Turn, Usage
 
 FIGURES = {"queued_seconds": 0.25, "first_token_seconds": 0.75, "seconds": 1.75, "tokens": 5}
@@ -26,34 +26,41 @@ Step: TypeAlias = "Event | Exception | float"
 """What a fake turn does next: gives the event, raises the error, or waits for that many seconds."""
 
 
-class FakeTurn:
+class FakeTurn(OpenTurn):
     """Plays its steps."""
+
+    computed_tokens = 0
+    answer_tokens = 0  # one for each event
+    cached_tokens = 0  # until the first event
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self._steps = list(steps)
         usage = next((step for step in steps if isinstance(step, Usage)), USAGE)
         self.prompt_tokens = usage.prompt_tokens
         self.computed_tokens = usage.prompt_tokens
-        self.answer_tokens = 0  # one for each event
-        self.cached_tokens = 0  # until the first event
         self._cached = usage.cached_tokens
         self.closed = False
 
-    def __aiter__(self) -> FakeTurn:
-        return self
+    def ready(self) -> Event | None:
+        if self.closed or not self._steps or isinstance(self._steps[0], (float, Exception)):
+            return None
+        self.cached_tokens = self._cached
+        self.answer_tokens += 1
+        step = self._steps.pop(0)
+        assert not isinstance(step, (float, Exception))
+        return step
 
-    async def __anext__(self) -> Event:
-        while self._steps and not self.closed:
-            step = self._steps.pop(0)
-            if isinstance(step, float):
-                await asyncio.sleep(step)
-            elif isinstance(step, Exception):
-                raise step
-            else:
-                self.cached_tokens = self._cached
-                self.answer_tokens += 1
-                return step
-        raise StopAsyncIteration
+    async def more(self) -> bool:
+        if self.closed or not self._steps:
+            return False
+        step = self._steps[0]
+        if isinstance(step, (float, Exception)):
+            self._steps.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        if isinstance(step, float):
+            await asyncio.sleep(step)
+        return True
 
     async def aclose(self) -> None:
         self.closed = True

@@ -154,6 +154,8 @@ def test_a_first_model_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
         app = create_app(ServerSettings(), model_files(tmp_path, "a"), loader=loader, failed=failures.append)
         async with running(app) as client:
             await until(client, (503, "failed"))
+            while not failures:  # it is told just after
+                await asyncio.sleep(0.01)
             assert failures == ["the model 'a' cannot be loaded: a.gguf: is damaged"]
 
     asyncio.run(scenario())

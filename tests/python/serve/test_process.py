@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -162,6 +163,25 @@ def test_the_next_server_goes_on_with_the_prompts_of_the_last(tmp_path: Path) ->
     assert [path.name for path in folder.iterdir() if not path.is_dir()] == []
 
 
+def test_a_full_disk_is_told_once_and_ends_no_request(tmp_path: Path) -> None:
+    """A limit on files' sizes stands for the full disk: a page of this model is larger."""
+    prompts = [[1 + (7 * number + at) % 900 for at in range(400)] for number in range(3)]
+
+    def answer(url: str, prompt: list[int]) -> Any:
+        body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
+        return httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status().json()["choices"]
+
+    with started() as server:
+        right = [answer(server.url, prompt) for prompt in prompts]
+    with started("--cache-dir", str(tmp_path / "cache"), "--spill", "0") as server:
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (4096, 4096))
+        assert [answer(server.url, prompt) for prompt in [*prompts, *prompts]] == right * 2
+        server.signal(signal.SIGTERM)
+        assert server.end() == 0
+        assert sum("File too large" in line for line in server.lines) == 1, server.lines
+        assert not any("Traceback" in line for line in server.lines)
+
+
 def test_keys_are_read_again_at_sighup(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("old\n")
@@ -219,4 +239,4 @@ def test_what_cannot_be_served_is_one_line(arguments: list[str], said: str, serv
 def test_a_first_model_that_cannot_be_loaded_ends_the_process() -> None:
     ended = subprocess.run(command("-m", __file__), capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
-    assert "cannot be loaded" in ended.stderr and "is not a GGUF file" in ended.stderr.splitlines()[-1]
+    assert ended.stderr.count("cannot be loaded") == 1 and "is not a GGUF file" in ended.stderr.splitlines()[-1]

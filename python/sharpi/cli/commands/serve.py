@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sharpi.cli.help import Command, section
-from sharpi.cli.logs import log_file_option, verbose_option
+from sharpi.cli.logs import log_file_option, show_warnings, verbose_option
 from sharpi.cli.model_names import fetched
 from sharpi.cli.options import (
     batch_option,
@@ -110,6 +110,7 @@ def serve_command(config: str | None, **options: Any) -> None:
         from sharpi.serve.http.process import serve
         from sharpi.serve.models.catalog import catalogue
 
+    show_warnings(click.get_current_context())
     settings = _settings(config, options)
     settings.require_safe()  # before anything is downloaded
     settings.require_cache_dir()

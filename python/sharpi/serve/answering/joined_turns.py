@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sharpi.serve.answering.merging import Merged
@@ -14,7 +14,7 @@ from sharpi.serve.turns import Event, Usage
 __all__ = ["JoinedTurns"]
 
 
-class JoinedTurns:
+class JoinedTurns(OpenTurn):
     """An `OpenTurn` of several. The choices of the first come first, and all have the same number of them."""
 
     def __init__(self, turns: Sequence[OpenTurn], choices: int) -> None:
@@ -37,17 +37,14 @@ class JoinedTurns:
     def answer_tokens(self) -> int:
         return sum(turn.answer_tokens for turn in self._turns)
 
-    def __aiter__(self) -> AsyncIterator[Event]:
-        return self
+    def ready(self) -> Event | None:
+        return self._ready.popleft() if self._ready else None
 
-    async def __anext__(self) -> Event:
-        while not self._ready:
-            arrived = await self._merged.next()
-            if not arrived:
-                raise StopAsyncIteration
-            for index, event in arrived:
-                self._take(index, event)
-        return self._ready.popleft()
+    async def more(self) -> bool:
+        arrived = await self._merged.next()
+        for index, event in arrived:
+            self._take(index, event)
+        return bool(arrived)
 
     def _take(self, index: int, event: Event | None) -> None:
         if isinstance(event, Usage):

@@ -15,6 +15,7 @@ from sharpi.serve.answering.channels import Reader
 from sharpi.serve.answering.merging import Merged
 from sharpi.serve.answering.scoring import Scorer
 from sharpi.serve.errors import ApiError
+from sharpi.serve.server import OpenTurn
 from sharpi.serve.turns import CallArguments, CallBegun, Ended, Event, PromptScores, Said, Score, Thought, Usage
 from sharpi.text.answers.pieces import CallBegins, CallContinues, Piece, Saying, Thinking
 
@@ -44,7 +45,9 @@ class Choice:
         if self._first_seconds is None:
             self._first_seconds = time.perf_counter() - self._started
         scores = () if self._scorer is None else self._scorer.shown(token)
-        events = [*self._echoed(), *self._worded(self._reader.push(token.text), scores)]
+        events = self._worded(self._reader.push(token.text), scores)
+        if self._echo is not None:
+            events = [*self._echoed(), *events]
         self._thinking_tokens += self._thinks
         return events
 
@@ -109,13 +112,14 @@ class Choice:
         return CallBegun(self._index, piece.index, piece.id or f"call_{secrets.token_hex(12)}", piece.name)
 
 
-class ModelTurn:
-    """An `OpenTurn` whose choices a scheduler answers."""
+class ModelTurn(OpenTurn):
+    """One whose choices a scheduler answers."""
 
     def __init__(self, choices: Sequence[Choice], prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
         self._choices = choices
         self._ready: deque[Event] = deque()
+        self._alone = choices[0] if len(choices) == 1 else None
         self._merged: Merged[Token] = Merged([choice.answer for choice in choices])
         self._left = len(choices)
 
@@ -131,33 +135,37 @@ class ModelTurn:
     def answer_tokens(self) -> int:
         return sum(choice.answer.token_count for choice in self._choices)
 
-    def __aiter__(self) -> ModelTurn:
-        return self
+    def ready(self) -> Event | None:
+        choice = self._alone
+        while not self._ready and choice is not None and (token := choice.answer.ready()) is not None:
+            self._ready.extend(choice.push(token))
+        return self._ready.popleft() if self._ready else None
 
-    async def __anext__(self) -> Event:
-        while not self._ready:
-            if not self._left:
-                raise StopAsyncIteration
-            await self._more()
-        return self._ready.popleft()
-
-    async def _more(self) -> None:
+    async def more(self) -> bool:
+        if not self._left:
+            return False
         try:
-            arrived = await self._merged.next()
-            for index, token in arrived:
-                choice = self._choices[index]
-                if token is not None:
-                    self._ready.extend(choice.push(token))
-                    continue
-                self._ready.extend(choice.end())
-                self._left -= 1
-                if not self._left:
-                    self._ready.append(self._usage())
+            if self._alone is None:
+                for index, token in await self._merged.next():
+                    self._take(self._choices[index], token)
+            elif not await self._alone.answer.more():
+                self._take(self._alone, None)
+            return True
         except BaseException as error:
             await self.aclose()
             if isinstance(error, SharpiError):
                 raise ApiError(500, "server_error", str(error)) from None
             raise
+
+    def _take(self, choice: Choice, token: Token | None) -> None:
+        """token: `None` at the answer's end."""
+        if token is not None:
+            self._ready.extend(choice.push(token))
+            return
+        self._ready.extend(choice.end())
+        self._left -= 1
+        if not self._left:
+            self._ready.append(self._usage())
 
     def _usage(self) -> Usage:
         return Usage(self.prompt_tokens, self.cached_tokens, sum(choice.tokens for choice in self._choices),

@@ -111,7 +111,7 @@ class ChatWording(OpenAiWording):
                  live: OpenTurn | None = None) -> None:
         """progress: the turn, if silence before its first event tells how far its prompt has come. live: the turn, if
         its stream tells how fast it is written."""
-        super().__init__("chatcmpl", "chat.completion.chunk", model, include_usage)
+        super().__init__("chatcmpl", "chat.completion.chunk", model, choices, include_usage)
         self._progress = progress
         self._speed = None if live is None else _Speed(live)
         self._started = time.monotonic()
@@ -148,7 +148,7 @@ class ChatWording(OpenAiWording):
             more = {"index": event.index, "function": {"arguments": event.json}}
             return self._chunk(event.choice, json.dumps({"tool_calls": [more]}))
         if isinstance(event, Ended):
-            return self._chunk(event.choice, "{}", (), ending(event))
+            return self._finished(self._chunk(event.choice, "{}", (), ending(event)))
         return self._usage(event) if isinstance(event, Usage) else b""
 
     def idle(self) -> bytes:

@@ -89,19 +89,23 @@ class CompletionWording(OpenAiWording):
     """Words a request's turns as OpenAI's completions."""
 
     def __init__(self, model: str, choices: int, scored: bool = False, include_usage: bool = False) -> None:
-        super().__init__("cmpl", "text_completion", model, include_usage)
+        super().__init__("cmpl", "text_completion", model, choices, include_usage)
+        self._scored = scored
         self._choices = [_Choice(scored) for _ in range(choices)]
         self._opening = f'data: {json.dumps(self._head)[:-1]},"choices":[{{"index":'
+        self._plain = f',"logprobs":null,"finish_reason":null}}]{self._tail}'
 
     def begin(self) -> bytes:
         return b""
 
     def word(self, event: Event) -> bytes:
         if isinstance(event, (Said, Thought, PromptScores)):
+            if not self._scored:
+                return f'{self._opening}{event.choice},"text":{json.dumps(event.text)}{self._plain}'.encode()
             logprobs = json.dumps(self._choices[event.choice].logprobs(event.scores))
             return self._chunk(event.choice, json.dumps(event.text), logprobs, {"finish_reason": None})
         if isinstance(event, Ended):
-            return self._chunk(event.choice, '""', "null", ending(event))
+            return self._finished(self._chunk(event.choice, '""', "null", ending(event)))
         return self._usage(event) if isinstance(event, Usage) else b""
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:

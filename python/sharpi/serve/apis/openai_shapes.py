@@ -57,27 +57,39 @@ def timings(usage: Usage) -> dict[str, Any]:
 
 
 class OpenAiWording:
-    """What both have in common: the fields that every chunk has, and how a stream ends."""
+    """What both have in common: the fields that every chunk has, and how a stream ends. Its last chunk has the timings:
+    that of the usage, if it is asked for, else the one that ends the last choice."""
 
-    def __init__(self, id: str, object: str, model: str, include_usage: bool) -> None:
+    def __init__(self, id: str, object: str, model: str, choices: int, include_usage: bool) -> None:
         self._head = {"id": f"{id}-{secrets.token_hex(14)}", "object": object, "created": int(time.time()),
                       "model": model, "system_fingerprint": FINGERPRINT}
         self._include_usage = include_usage
+        self._unfinished = choices
+        self._last = b""  # the chunk that waits for the timings
         # What every chunk ends with, but for that of the usage.
         self._tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
 
     def failed(self, error: ApiError) -> bytes:
-        return self._data(openai_error(error))
+        return self._last + self._data(openai_error(error))
 
     def end(self) -> bytes:
-        return b"data: [DONE]\n\n"
+        return self._last + b"data: [DONE]\n\n"
 
     def idle(self) -> bytes:
         return COMMENT
 
+    def _finished(self, chunk: bytes) -> bytes:
+        """What is said when a choice ends, whose last chunk this is."""
+        self._unfinished -= 1
+        if self._unfinished or self._include_usage:
+            return chunk
+        self._last = chunk
+        return b""
+
     def _usage(self, usage: Usage) -> bytes:
         if not self._include_usage:
-            return b""
+            last, self._last = self._last.removesuffix(b"}\n\n"), b""
+            return last + f',"timings":{json.dumps(timings(usage))}}}\n\n'.encode() if last else b""
         return self._data({**self._head, "choices": [], "usage": usage_body(usage), "timings": timings(usage)})
 
     @staticmethod

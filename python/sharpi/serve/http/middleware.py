@@ -23,6 +23,7 @@ from sharpi.serve.http.traffic import Traffic
 from sharpi.serve.http.wording import encoded, error_headers, http_error
 from sharpi.serve.models.store import ending_error
 from sharpi.serve.settings import ServerSettings, is_loopback
+from sharpi.serve.sse import BODIES
 
 __all__ = ["Bounded", "Gated", "Guarded", "Hosts", "Observed", "refuse"]
 
@@ -68,6 +69,7 @@ class Observed:
             await send(message)
 
         self._traffic.active += 1
+        scope[BODIES] = send
         try:
             await self._app(scope, receive, watched)
         except Exception:  # Starlette answers it outside of here

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -27,6 +28,9 @@ from sharpi.serve.settings import ServerSettings, is_loopback
 __all__ = ["address", "listen", "serve"]
 
 _BACKLOG = 1024
+# How long the event loop may keep the interpreter while the scheduler waits to ask for a mask. Python's own limit is
+# ten times as long, which a step of a GPU would notice.
+_SWITCH_SECONDS = 0.0005
 _CANCELLED_SECONDS = 3  # for what is cancelled to tell its clients
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
@@ -38,6 +42,7 @@ def serve(settings: ServerSettings, files: tuple[ModelFile, ...], tell: Tell) ->
     it could not. Raises `SharpiError` for settings that cannot be carried out, and `OSError` for an address that cannot
     be listened to."""
     settings.require_safe()
+    sys.setswitchinterval(_SWITCH_SECONDS)
     failures: list[str] = []
     app = create_app(settings, files, failed=failures.append)
     with contextlib.closing(listen(settings.host, settings.port)) as listening:

@@ -38,7 +38,7 @@ class MeasuredRunner:
             end()
 
 
-class _MeasuredTurn:
+class _MeasuredTurn(OpenTurn):
     """An `OpenTurn` whose events are looked at on their way."""
 
     def __init__(self, turn: OpenTurn, record: Callable[[Usage], None], log_events: bool) -> None:
@@ -47,16 +47,16 @@ class _MeasuredTurn:
         self._record = record
         self._log_events = log_events
 
-    def __aiter__(self) -> _MeasuredTurn:
-        return self
-
-    async def __anext__(self) -> Event:
-        event = await self._turn.__anext__()
+    def ready(self) -> Event | None:
+        event = self._turn.ready()
         if isinstance(event, Usage):
             self._record(event)
-        if self._log_events:
+        if self._log_events and event is not None:
             _log.info("answered: %r", event)
         return event
+
+    async def more(self) -> bool:
+        return await self._turn.more()
 
     async def aclose(self) -> None:
         await self._turn.aclose()

@@ -64,6 +64,7 @@ class ModelStore:
         self._memory = memory
         self._turn = asyncio.Lock()  # held while a model is loaded or put away
         self._ending = False
+        self.failures_are_told = False  # to people by whoever loads the first model, so the log need not
 
     def names(self) -> list[str]:
         return list(self._entries)
@@ -151,7 +152,7 @@ class ModelStore:
                 entry.loaded = await asyncio.to_thread(self._loader.open, entry.file)
                 entry.failure = None
         except SharpiError as error:
-            _log.error("%s cannot be loaded: %s", name, error)
+            _log.error("%s cannot be loaded: %s", name, error, extra={"told": self.failures_are_told})
             refusal = _load_error(entry.file, error)
             entry.failure = refusal.message
             raise refusal from None

@@ -22,6 +22,8 @@ class Sink:
     def taken(self) -> list[Piece]:
         """The pieces since the last time, neighbours of one kind joined."""
         pieces, self._pieces = self._pieces, []
+        if len(pieces) < 2:
+            return pieces
         joined: list[Piece] = []
         for piece in pieces:
             last = joined[-1] if joined else None

@@ -24,13 +24,13 @@ class _Finder:
     def __init__(self, marks: tuple[str, ...]) -> None:
         self.pattern = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
         self._beginnings = frozenset(mark[:size] for mark in marks for size in range(1, len(mark)))
-        self._firsts = frozenset(mark[0] for mark in marks)
+        self.firsts = frozenset(mark[0] for mark in marks)
         self._longest = max(map(len, marks), default=1)
 
     def pending(self, text: str, at: int) -> int:
         """Where a mark may begin of which only a part is there; the end of the text if nowhere."""
         for place in range(max(at, len(text) - self._longest + 1), len(text)):
-            if text[place] in self._firsts and text[place:] in self._beginnings:
+            if text[place] in self.firsts and text[place:] in self._beginnings:
                 return place
         return len(text)
 
@@ -110,10 +110,12 @@ class Source:
         the text's end. The longest of the marks that begin at one place counts."""
         finder = _finder(tuple(marks))
         while True:
-            found = finder.pattern.search(self.text, self.at)
-            begin = found.start() if found else len(self.text)
-            if not self.ended:  # a longer mark may begin at the same place or before
-                begin = min(begin, finder.pending(self.text, self.at))
+            found, begin = None, len(self.text)
+            if not finder.firsts.isdisjoint(self.text[self.at:]):  # a cheap look, as most text has no mark
+                found = finder.pattern.search(self.text, self.at)
+                begin = found.start() if found else begin
+                if not self.ended:  # a longer mark may begin at the same place or before
+                    begin = min(begin, finder.pending(self.text, self.at))
             if begin > self.at:
                 emit(self.text[self.at:begin])
                 self.at = begin
@@ -121,5 +123,6 @@ class Source:
                 whole = yield from self.next_of(*marks)
                 self.at += len(whole)
                 return whole
-            if not (yield from self.more()):
+            if self.ended:
                 return ""
+            yield

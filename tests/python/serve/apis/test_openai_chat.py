@@ -297,11 +297,21 @@ def test_a_running_answer_tells_its_speed_now_and_then() -> None:
     steps = [Said(0, "a"), Said(0, "b"), 0.6, Said(0, "c"), Said(0, "d"), 0.6, Said(0, "e"), *HELLO]
     came = chunks(steps, timings_per_token=True)
     running = [(at, one["timings"]) for at, one in enumerate(came) if "timings" in one]
+    assert running.pop()[0] == len(came) - 1, "the last chunk tells of the whole answer"
     assert [told["predicted_n"] for _, told in running] == [3, 5], "not with each piece, and not without waiting"
     for at, told in running:
         assert came[at]["choices"] == []
         assert told["predicted_per_second"] == pytest.approx(1000 * (told["predicted_n"] - 1) / told["predicted_ms"])
-    assert not any("timings" in one for one in chunks(steps))
+    assert not any("timings" in one for one in chunks(steps)[:-1])
+
+
+def test_the_last_chunk_has_the_timings() -> None:
+    steps = [Said(0, "a"), Said(1, "b"), Ended(0, "stop"), Said(1, "c"), Ended(1, "length"), USAGE]
+    came = chunks(steps, n=2)
+    assert ["timings" in one for one in came] == [False] * (len(came) - 1) + [True]
+    assert [(one["choices"][0]["index"], one["choices"][0]["finish_reason"]) for one in came if one["choices"]][3:] == [
+        (1, None), (0, "stop"), (1, None), (1, "length")][-4:]
+    assert came[-1]["timings"] == ask(steps, n=2)[0].json()["timings"]
 
 
 def test_owners_of_keys_share_nothing() -> None:
