@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from golden_families import CPU_ONLY, FAMILIES
+from golden_families import FAMILIES
 from golden_models import GOLDEN, LOGITS, LONG_LLAMA4, STORY, write_golden
 from numpy_model import NumpyModel, relative_error
 from tiny_models import HYBRIDS, MODELS, ON_CPU_ONLY, ON_GPU, QUANTIZED_TYPES, Delta, TinyModel, fused, write
@@ -117,7 +117,7 @@ def golden_answers(path: Path, golden: Mapping[str, np.ndarray]) -> list[np.ndar
     return answers
 
 
-@pytest.mark.parametrize("name", [name for name in GOLDEN if name not in CPU_ONLY])
+@pytest.mark.parametrize("name", GOLDEN)
 def test_reference_models(name: str, tmp_path: Path) -> None:
     golden, path = np.load(LOGITS / f"{name}.npz"), write_golden(name, tmp_path)
     tokens, positions, answers = golden["tokens"].tolist(), golden["positions"], golden_answers(path, golden)
@@ -158,13 +158,13 @@ def test_every_architecture_quantized_has_the_cpus_bits(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "MXFP4"])
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in CPU_ONLY])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_golden_families_have_the_cpus_bits(name: str, kind: str, tmp_path: Path) -> None:
     tokens = np.load(LOGITS / f"{name}.npz")["tokens"][:80].tolist()
     assert_as_on_the_cpu(write_golden(name, tmp_path, kind=kind), tokens, kv_dtype="bf16")
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in CPU_ONLY])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_golden_families_in_types_that_round(name: str, tmp_path: Path) -> None:
     """The bounds of test_families.py, by the median of the rows: what rounding turns among experts is in the rest. A
     prefill over a bf16 cache rounds queries and weights of attention as well, so it is no nearer to numpy that rounds

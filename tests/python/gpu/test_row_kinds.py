@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden_families import CPU_ONLY
 from golden_models import GOLDEN, LOGITS, write_golden
 from test_gpu import DENSE, HYBRID, REQUIRED, the_gpu
 from test_gpu_experts import ARCHITECTURES
@@ -161,7 +160,7 @@ def test_decode_goes_on_from_any_prompt(family: str, machine: dict[str, Any], tm
                 np.testing.assert_array_equal(rows[-1], rows[0], f"{len(prompt)} tokens, then {cuts[:5]}, {batch}")
 
 
-@pytest.mark.parametrize("name", [name for name in GOLDEN if name not in CPU_ONLY])
+@pytest.mark.parametrize("name", GOLDEN)
 def test_reference_models_cut_anywhere(name: str, machine: dict[str, Any], tmp_path: Path,
                                        monkeypatch: pytest.MonkeyPatch, dice: np.random.Generator) -> None:
     path, tokens = write_golden(name, tmp_path), np.load(LOGITS / f"{name}.npz")["tokens"].tolist()

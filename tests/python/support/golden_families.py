@@ -14,7 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-__all__ = ["CPU_ONLY", "FAMILIES", "SEED", "VOCABULARY", "WIDTH", "Family", "add_keys"]
+__all__ = ["FAMILIES", "SEED", "VOCABULARY", "WIDTH", "Family", "add_keys"]
 
 SEED = 7
 WIDTH, VOCABULARY = 256, 512
@@ -565,5 +565,3 @@ FAMILIES = {
     "nemotron_h": _nemotron("de89e111d4dde434", experts=0),
     "nemotron_h_moe": _nemotron("b2ddfbb8cb8dbd68", experts=16),
 }
-# Those for which the GPU has no kernels, and what it lacks.
-CPU_ONLY: dict[str, str] = {}
