@@ -62,29 +62,39 @@ struct Seen {
 
 // Shared memory, in bytes.
 struct Places {
-    int line, queries, scores, factors, total;
+    int line, queries, scores, factors, lines, total;
     __host__ __device__ Places(int headDim, int elementBytes, int heads)
         : line(headDim * elementBytes + kPadding),
           queries(kPage * line),
           scores(queries + heads * headDim * 4),
           factors(scores + heads * kPage * 4),
-          total(factors + heads * 8) {}
+          lines(factors + heads * 8),
+          total(lines + kPage * 8) {}
 };
 
-// Copies the lines [begin, end) of a page to their places. Every 16 bytes by another thread.
+// Copies the lines [begin, end) of a page to their places. A thread finds where a line is; then a warp copies it, every
+// lane 16 bytes at a time.
 template <int kBytes>
 __device__ __forceinline__ void loadPage(const Work& work, const Seen& seen, int64_t row, bool ofBlocks, int page,
-                                         int begin, int end, uint8_t* to, int line) {
-    const int chunks = work.shape.headDim * kBytes / 16, count = (end - begin) * chunks;
+                                         int begin, int end, uint8_t* to, const Places& places) {
     const KvPages& pages = ofBlocks ? work.seen.rows.pages : work.pages;
-    const int32_t* const table = ofBlocks ? tableOf(work.seen.rows, work.batch, row)
-                                          : work.batch.pageTables + work.batch.sequence[row] * work.batch.pagesPerTable;
-    const int32_t* const chosen =
-        ofBlocks && work.seen.chosen ? work.seen.chosen + row * work.seen.topK + page * kPage : nullptr;
-    for (int i = threadIdx.x; i < count; i += kThreads) {
-        const int j = begin + i / chunks, chunk = i % chunks;
-        const int64_t at = pages.rowAt(table, chosen ? chosen[j] : page * kPage + j);
-        copyChunk(sharedAddress(to + j * line + chunk * 16), pages.k + at * kBytes + chunk * 16, true);
+    auto* const lines = reinterpret_cast<int64_t*>(to + places.lines);
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    if (thread >= begin && thread < end) {
+        const int32_t* const table = ofBlocks
+                                         ? tableOf(work.seen.rows, work.batch, row)
+                                         : work.batch.pageTables + work.batch.sequence[row] * work.batch.pagesPerTable;
+        const int number = page * kPage + thread;
+        const bool isChosen = ofBlocks && work.seen.chosen;
+        lines[thread] =
+            pages.rowAt(table, isChosen ? work.seen.chosen[row * work.seen.topK + number] : number) * kBytes;
+    }
+    __syncthreads();
+    const int bytes = work.shape.headDim * kBytes;
+    for (int j = begin + warp; j < end; j += kWarps) {
+        const uint8_t* const from = pages.k + lines[j];
+        const uint32_t line = sharedAddress(to + j * places.line);
+        for (int i = lane * 16; i < bytes; i += 32 * 16) copyChunk(line + i, from + i, true);
     }
     closeCopies();
     waitForCopies<0>();
@@ -107,6 +117,7 @@ __device__ __forceinline__ void scorePage(const Work& work, const Places& places
     const bool isSeen = key >= begin && key < end;
     float dot[kOwn] = {};
     if (isSeen) {
+#pragma unroll 2
         for (int d = 0; d < dim; d += 8) {
             float k[8];
             readEight<kType>(line + d * kKvBytes<kType>, k);
@@ -215,7 +226,7 @@ __global__ void __launch_bounds__(kThreads) segmentKernel(const __grid_constant_
     const int2 span = seen.span(segment);
     for (int page = span.x / kPage; page * kPage < span.y; ++page) {
         const int begin = max(0, span.x - page * kPage), end = min(kPage, span.y - page * kPage);
-        loadPage<kKvBytes<kType>>(work, seen, row, segment < seen.ofBlocks, page, begin, end, shared, places.line);
+        loadPage<kKvBytes<kType>>(work, seen, row, segment < seen.ofBlocks, page, begin, end, shared, places);
         __syncthreads();
         scorePage<kType, kHeads>(work, places, shared, scores, begin, end);
         __syncthreads();

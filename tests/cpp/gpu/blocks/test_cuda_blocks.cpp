@@ -24,7 +24,7 @@ protected:
         wide.experts = wide.small = DType::Q8_0;
         wide.heads = 20;
         wide.headDim = 128;
-        wide.rotated = 64;
+        wide.rotated = 32;
         wide.window = 100;
         wide.topK = 40;
         wide.blocks = {4, 128, 64, 0};
