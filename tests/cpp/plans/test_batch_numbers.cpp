@@ -161,7 +161,7 @@ TEST(BatchNumbers, WithoutTilesOfStatesFastRowsBeginAnywhere) {
     EXPECT_EQ(view.fastStates.to[99], steps[2].to);
     EXPECT_EQ(view.fastStates.sequences.count, 1);
     EXPECT_EQ(view.deltaTiles.count, 0);
-    EXPECT_EQ(view.queryTiles.count, 3);
+    EXPECT_EQ(view.queryTiles.count, 2);
 }
 
 // A captured step of n rows is replayed for any number of sequences: what is not there is empty.

@@ -135,9 +135,10 @@ std::vector<Part> ofMixer(const GpuScratch& s, const StepLimits& l) {
         {"mambaMixed", s.rows[RowBuffer::MambaMixed], kFloat * rows * l.mambaChannels},
         {"mambaGate", s.rows[RowBuffer::MambaGate], kFloat * rows * l.mambaWidth},
         {"mambaWindows", s.mambaWindows,
-         rows > 64 ? kFloat * (rows / 64 + (fast ? std::min(rows, kMostPrompts) : std::min<int64_t>(rows, 80))) * 3 *
-                         l.mambaChannels
-                   : 0},
+         rows > 64
+             ? kFloat * (rows / 64 + (fast ? std::min<int64_t>(rows, kMostPrompts) : std::min<int64_t>(rows, 80))) * 3 *
+                   l.mambaChannels
+             : 0},
         {"mambaSteps", s.rows[RowBuffer::MambaSteps], kFloat * rows * l.mambaHeads},
         {"mambaDecays", s.rows[RowBuffer::MambaDecays], kFloat * rows * l.mambaHeads},
         {"attended", input(s, RowInput::Attended).exact.floats, kFloat * exact * attended},
