@@ -143,7 +143,8 @@ void KvCache::extend(int32_t sequence, int64_t tokens, const std::vector<int64_t
 
 // There must be room. Shared pages that give way are copied first.
 void KvCache::hold(int32_t sequence, int64_t tokens) {
-    KvSharing(*this).spill(_pools[0].evictedBy(sequence, tokens));
+    for (int32_t list = 0; list < lists(); ++list)
+        KvSharing(*this).makeRoom(list, pool(list).lacking(sequence, tokens));
     for (PagePool& pool : _pools) pool.hold(sequence, tokens);
 }
 
@@ -172,6 +173,7 @@ int64_t KvCache::truncate(int32_t sequence, int64_t tokens) {
         for (const PagePool& pool : _pools) tokens = pool.whole(sequence, tokens);
         tokens = _states.truncate(sequence, tokens);
     } while (tokens != s.length);
+    s.common = std::min(s.common, tokens / kPageTokens * kPageTokens);
     for (PagePool& pool : _pools) {
         pool.cut(sequence, tokens);
         pool.settle(sequence, tokens);

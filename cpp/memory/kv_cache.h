@@ -73,6 +73,9 @@ private:
     struct Sequence {
         bool live = false;
         int64_t length = 0;
+        // Tokens, in whole pages, with which others have begun too: here texts part, as far as is known. 0: nothing is
+        // known, or the window here is kept already (KvSharing::share).
+        int64_t common = 0;
     };
     const Sequence& at(int32_t sequence) const;
     Sequence& at(int32_t sequence) { return const_cast<Sequence&>(static_cast<const KvCache*>(this)->at(sequence)); }
@@ -83,7 +86,9 @@ private:
     Buffer _buffer;
     std::vector<KvPages> _layers;
     std::vector<Sequence> _sequences;
-    std::vector<PagePool> _pools;  // by KvPages::list; the first is that of layers that see everything
+    // By KvPages::list. The first is that of layers that see everything, if there are any: in it a sequence has pages
+    // for all its tokens.
+    std::vector<PagePool> _pools;
     RecurrentState _states;
     PrefixStore _store;  // see KvSharing
 };

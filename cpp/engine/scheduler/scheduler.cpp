@@ -49,6 +49,17 @@ std::string textOf(const std::exception& error) {
 // Whether layers have states or windows. Then shared pages do not hold all of a text.
 bool isLimited(const KvCache& kv) { return kv.states().any() || kv.lists() > 1; }
 
+// Whether another text of so many tokens finds room for what its next token sees in layers that do not see everything.
+// If it does not, it can adopt nothing from others.
+bool hasWindowRoom(const KvCache& kv, int64_t tokens) {
+    for (int32_t list = 1; list < kv.lists(); ++list) {
+        const AttentionReach& reach = kv.pool(list).reach();
+        const int64_t seen = std::max(reach.window, reach.chunk) + PagePool::kPageTokens;
+        if (kv.pool(list).room(false) < PagePool::pagesFor(std::min(tokens, seen))) return false;
+    }
+    return true;
+}
+
 // Requests that hold memory at a time. A model with states, or with windows, has room for so many sequences only.
 int64_t mostRunning(Engine& engine, const SchedulerOptions& options) {
     if (options.running > 0) return options.running;
@@ -289,7 +300,10 @@ bool Scheduler::admit(Entry& entry, int64_t promisedPages) {
         const int64_t shared = echo ? 0 : KvSharing(model.kv()).pagesInUse({request.salt, request.prompt.data(), size});
         return model.kv().freePages() + held + shared >= wanted;
     };
-    while (!fits() && _idle.size() > (hasMatch ? 1U : 0U)) _idle.erase(_idle.begin());
+    const auto fitsWindows = [&] {
+        return own || hasWindowRoom(_engine->runner().lock().kv(), static_cast<int64_t>(entry.request.prompt.size()));
+    };
+    while (!(fits() && fitsWindows()) && _idle.size() > (hasMatch ? 1U : 0U)) _idle.erase(_idle.begin());
     if (running > 0 && !fits()) return false;
     if (hasMatch) {
         entry.text = std::move(_idle.back());

@@ -8,8 +8,8 @@ namespace sharpi {
 
 namespace {
 
-// Tokens after which a long prompt's state is worth a copy.
-constexpr int64_t kCopiedState = 2048;
+// Tokens after which other texts may continue a part of a long prompt.
+constexpr int64_t kLikelyEnd = 2048;
 
 }  // namespace
 
@@ -58,11 +58,11 @@ std::optional<int64_t> CachedSequence::stateToKeep(const Piece& piece) const {
     return (piece.end() - 1) / step * step;
 }
 
-std::vector<int64_t> CachedSequence::statesToCopy(const Piece& piece) {
+std::vector<int64_t> CachedSequence::likelyEnds(const Piece& piece) {
     std::vector<int64_t> lengths;
     if (!piece.isShared || piece.kind != RowKind::Prompt) return lengths;
-    for (int64_t length = piece.begin / kCopiedState * kCopiedState + kCopiedState; length <= piece.end();
-         length += kCopiedState)
+    for (int64_t length = piece.begin / kLikelyEnd * kLikelyEnd + kLikelyEnd; length <= piece.end();
+         length += kLikelyEnd)
         lengths.push_back(length);
     // A prompt that begins with this whole one has its last token too, which that one must compute.
     const int64_t last = (piece.end() - 1) / KvCache::kPageTokens * KvCache::kPageTokens;
@@ -72,7 +72,7 @@ std::vector<int64_t> CachedSequence::statesToCopy(const Piece& piece) {
 }
 
 void CachedSequence::extend(const LockedModel& model, const Piece& piece, int32_t leave) {
-    std::vector<int64_t> marks = statesToCopy(piece);
+    std::vector<int64_t> marks = likelyEnds(piece);
     const auto isBound = [&](int64_t length) { return length <= piece.begin || length >= piece.end(); };
     marks.erase(std::remove_if(marks.begin(), marks.end(), isBound), marks.end());
     const std::optional<int64_t> kept = stateToKeep(piece);

@@ -63,8 +63,8 @@ public:
     // Appends the piece's rows to a batch.
     void addRows(const Piece& piece, Batch& batch) const;
     // Lengths that a shared piece ends at or passes, after which other texts are likely to continue: its states there
-    // are worth a copy.
-    static std::vector<int64_t> statesToCopy(const Piece& piece);
+    // are worth a copy, and its windows are kept longest.
+    static std::vector<int64_t> likelyEnds(const Piece& piece);
     // After the pass over a piece: keeps the state that the next prompt is likely to continue from.
     void keepState(const LockedModel& model, const Piece& piece);
 

@@ -138,8 +138,8 @@ void HeldText::share(const LockedModel& model, const Piece* piece) const {
     const int32_t handle = _running.sequence.handle();
     try {
         const int64_t tokens = std::min(model.kv().length(handle), _text.size());
-        const std::vector<int64_t> states = piece ? CachedSequence::statesToCopy(*piece) : std::vector<int64_t>();
-        KvSharing(model.kv()).share(handle, sharable(*_salt, _text, tokens, limits().pieces), states);
+        const std::vector<int64_t> likely = piece ? CachedSequence::likelyEnds(*piece) : std::vector<int64_t>();
+        KvSharing(model.kv()).share(handle, sharable(*_salt, _text, tokens, limits().pieces), likely);
     } catch (const std::bad_alloc&) {
     }
 }

@@ -2,6 +2,7 @@
 #include "memory/pages/page_pool.h"
 
 #include <algorithm>
+#include <unordered_map>
 #include <utility>
 
 namespace sharpi {
@@ -43,12 +44,33 @@ template <typename Body> void PagePool::forUnseen(const Sequence& s, const Body&
     }
 }
 
-bool PagePool::canHold(int32_t sequence, int64_t tokens, bool evenKept) const {
-    const int64_t more = pagesFor(tokens) - static_cast<int64_t>(at(sequence).table.size());
+int64_t PagePool::lacking(int32_t sequence, int64_t tokens) const {
+    return std::max<int64_t>(pagesFor(tokens) - static_cast<int64_t>(at(sequence).table.size()), 0);
+}
+
+int64_t PagePool::room(bool evenKept) const {
     int64_t there = freePages();
-    if (more <= there) return true;
-    for (const Sequence& s : _sequences) forUnseen(s, [&](size_t, bool kept) { there += !kept || evenKept; });
-    return more <= there;
+    std::unordered_map<int32_t, int32_t> shared;  // by page: the sequences that have it and no longer see it
+    for (const Sequence& s : _sequences) {
+        forUnseen(s, [&](size_t number, bool kept) {
+            const int32_t page = s.table[number], uses = _pages.uses(page);
+            if (kept && !evenKept) return;
+            if (uses == 1 || ++shared[page] == uses) ++there;
+        });
+    }
+    return there;
+}
+
+bool PagePool::canHold(int32_t sequence, int64_t tokens, bool evenKept) const {
+    const int64_t more = lacking(sequence, tokens);
+    return more <= freePages() || more <= room(evenKept);
+}
+
+void PagePool::makeRoom(int64_t pages) {
+    while (_pages.unwanted() < pages && evict(false)) {
+    }
+    while (freePages() < pages && evict(true)) {
+    }
 }
 
 void PagePool::hold(int32_t sequence, int64_t tokens) {
@@ -57,33 +79,33 @@ void PagePool::hold(int32_t sequence, int64_t tokens) {
     if (pages <= s.table.size()) return;
     s.table.reserve(pages);
     s.taken.reserve(pages);
+    makeRoom(static_cast<int64_t>(pages - s.table.size()));
     while (s.table.size() < pages) {
-        if (freePages() == 0) evict();
         s.table.push_back(_pages.take());
         s.taken.push_back(++_taken);
     }
 }
 
-std::vector<SharedPage> PagePool::evictedBy(int32_t sequence, int64_t tokens) const {
-    return _pages.evictedBy(pagesFor(tokens) - static_cast<int64_t>(at(sequence).table.size()));
-}
-
-// What a sequence is protected by is of no use without any of its pages, so the others lose their protection too.
-void PagePool::evict() {
+// Gives back the page that was taken longest ago of those that no later token sees, if there is one. What a sequence is
+// protected by is of no use without any of its pages, so the others lose their protection too.
+bool PagePool::evict(bool evenKept) {
     Sequence* from = nullptr;
     size_t oldest = 0;
     bool oldestKept = true;
     for (Sequence& s : _sequences) {
         forUnseen(s, [&](size_t page, bool kept) {
+            if (kept && !evenKept) return;
             if (from && std::pair(oldestKept, from->taken[oldest]) < std::pair(kept, s.taken[page])) return;
             from = &s;
             oldest = page;
             oldestKept = kept;
         });
     }
+    if (!from) return false;
     if (oldestKept) from->kept = 0;
     from->taken[oldest] = 0;
     _pages.release(from->table[oldest]);
+    return true;
 }
 
 void PagePool::settle(int32_t sequence, int64_t tokens) { at(sequence).begin = tokens; }
@@ -91,11 +113,12 @@ void PagePool::settle(int32_t sequence, int64_t tokens) { at(sequence).begin = t
 int64_t PagePool::whole(int32_t sequence, int64_t tokens) const {
     const Sequence& s = at(sequence);
     // The next token is written behind these.
-    if (tokens % kPageTokens && _pages.isShared(s.table[static_cast<size_t>(tokens / kPageTokens)]))
+    if (tokens % kPageTokens && holds(sequence, tokens) &&
+        _pages.isShared(s.table[static_cast<size_t>(tokens / kPageTokens)]))
         tokens -= tokens % kPageTokens;
     while (true) {
         int64_t page = firstPage(tokens);
-        while (page < pagesFor(tokens) && s.taken[static_cast<size_t>(page)]) ++page;
+        while (page < pagesFor(tokens) && holds(sequence, page * kPageTokens)) ++page;
         if (page >= pagesFor(tokens)) return tokens;
         tokens = page * kPageTokens;
     }
@@ -116,11 +139,12 @@ void PagePool::keep(int32_t sequence, int64_t tokens) { at(sequence).kept = toke
 
 // --- shared pages ----------------------------------------------------------------------------------------------------
 
-void PagePool::share(int32_t sequence, const SaltedText& text) {
+int64_t PagePool::share(int32_t sequence, const SaltedText& text) {
     std::vector<int32_t>& table = at(sequence).table;
     const int64_t pages = text.count / kPageTokens;
     int64_t number = pages;
     while (number > 0 && !_pages.index().has(table[static_cast<size_t>(number - 1)])) --number;
+    int64_t common = 0;
     for (; number < pages; ++number) {
         int32_t& page = table[static_cast<size_t>(number)];
         const int32_t before = number ? table[static_cast<size_t>(number - 1)] : -1;
@@ -131,16 +155,10 @@ void PagePool::share(int32_t sequence, const SaltedText& text) {
             _pages.use(same);
             _pages.release(page);
             page = same;
+            common = number + 1;
         }
     }
-}
-
-std::vector<PageName> PagePool::adoptable(int32_t sequence, int64_t held, const SaltedText& text) const {
-    const int64_t first = held / kPageTokens;
-    const int32_t before = first ? at(sequence).table[static_cast<size_t>(first - 1)] : -1;
-    std::vector<PageName> names;
-    for (const int32_t page : _pages.following(before, first, text)) names.push_back(_pages.index().nameOf(page));
-    return names;
+    return common;
 }
 
 int64_t PagePool::adopt(int32_t sequence, int64_t held, const SaltedText& text) {
@@ -158,11 +176,6 @@ int64_t PagePool::adopt(int32_t sequence, int64_t held, const SaltedText& text) 
         s.taken.push_back(++_taken);
     }
     return (first + static_cast<int64_t>(pages.size())) * kPageTokens;
-}
-
-int64_t PagePool::inUse(const SaltedText& text) const {
-    const std::vector<int32_t> pages = _pages.following(-1, 0, text);
-    return std::count_if(pages.begin(), pages.end(), [&](int32_t page) { return _pages.uses(page) > 0; });
 }
 
 void PagePool::forgetShared() { _pages.forget(); }

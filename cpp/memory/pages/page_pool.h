@@ -1,11 +1,12 @@
 // The pages of layers that see equally far, shared out among sequences. A sequence's list of pages is indexed by
 // position / kPageTokens.
 //
-// A page that no later token of its sequence sees is given back only when another page is wanted and none is free, the
-// one taken longest ago first. Until then the sequence can be rolled back to where its tokens are still seen.
+// A page that no later token of its sequence sees is given back only when another page is wanted and no page is free of
+// what others may want, the one taken longest ago first. Until then the sequence can be rolled back to where its tokens
+// are still seen.
 //
-// Sequences whose texts begin alike can have the same pages there. A shared page is full and never written again: a
-// sequence writes only behind the tokens it has.
+// Sequences whose texts begin alike can have the same pages there (window_sharing.h: if the layers do not see
+// everything). A shared page is full and never written again: a sequence writes only behind the tokens it has.
 #pragma once
 
 #include <cstdint>
@@ -55,10 +56,18 @@ public:
     bool canHold(int32_t sequence, int64_t tokens, bool evenKept) const;
     // Takes the pages that the first `tokens` tokens lack at their end; canHold() must have said yes.
     void hold(int32_t sequence, int64_t tokens);
-    // The shared pages, unused by any sequence, whose room hold() would take, in that order.
-    std::vector<SharedPage> evictedBy(int32_t sequence, int64_t tokens) const;
+    // The number of these pages.
+    int64_t lacking(int32_t sequence, int64_t tokens) const;
+    // Pages that are free, or that no later token of a sequence sees that has them.
+    int64_t room(bool evenKept) const;
+    // Sequences give back what they no longer see, until so many pages are free of what others may want. If that does
+    // not suffice, shared pages that no sequence has are the next to go (pages().evictedBy()), and what keep() protects
+    // goes last. There must be room().
+    void makeRoom(int64_t pages);
     // The sequence's next token will be at this position, so that it needs no page before what that one sees.
     void settle(int32_t sequence, int64_t tokens);
+    // The page of the first token that the one at this position sees.
+    int64_t firstPage(int64_t position) const { return _reach.first(static_cast<int32_t>(position)) / kPageTokens; }
     // The most tokens, at most `tokens`, after which the next one finds all the pages it sees.
     int64_t whole(int32_t sequence, int64_t tokens) const;
     // Gives back the pages behind the first `tokens` tokens.
@@ -69,19 +78,17 @@ public:
     // Shared pages, for layers that see everything.
     //
     // Lets others have the pages that hold this beginning of the sequence's text, but for a page that is not full. If a
-    // page with the same tokens is shared already, the sequence has that one from now on.
-    void share(int32_t sequence, const SaltedText& text);
+    // page with the same tokens is shared already, the sequence has that one from now on. Returns the number of pages
+    // up to the last such one; 0 if there is none.
+    int64_t share(int32_t sequence, const SaltedText& text);
     // The sequence holds the first `held` tokens of the text. Gives it the shared pages that hold the next ones, in
     // place of a last page that is not full. Returns the number of tokens that it then holds.
     int64_t adopt(int32_t sequence, int64_t held, const SaltedText& text);
-    // The names (PrefixIndex) of the pages that adopt() would give the sequence.
-    std::vector<PageName> adoptable(int32_t sequence, int64_t held, const SaltedText& text) const;
-    // The pages that adopt() would find for a new sequence and that other sequences have now.
-    int64_t inUse(const SaltedText& text) const;
-    // Pages that are shared now stay with the sequences that have them, and adopt() finds them no more.
+    // Pages that are shared now stay with the sequences that have them, and nobody finds them any more.
     void forgetShared();
 
 private:
+    friend class WindowSharing;
     struct Sequence {
         std::vector<int32_t> table;
         std::vector<uint64_t> taken;  // [table]: when; later ones have higher numbers; 0: the page was given back
@@ -90,9 +97,8 @@ private:
     };
     const Sequence& at(int32_t sequence) const;
     Sequence& at(int32_t sequence);
-    int64_t firstPage(int64_t position) const { return _reach.first(static_cast<int32_t>(position)) / kPageTokens; }
     template <typename Body> void forUnseen(const Sequence& s, const Body& body) const;
-    void evict();
+    bool evict(bool evenKept);
 
     AttentionReach _reach;
     PageUses _pages;

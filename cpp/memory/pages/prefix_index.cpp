@@ -49,6 +49,23 @@ void PrefixIndex::add(const SaltedText& text, int64_t number, int32_t before, in
                {tokens, tokens + _pageTokens},
                {}};
     if (before < 0) added.salt = text.salt;
+    insert(page, std::move(added));
+}
+
+int32_t PrefixIndex::find(const PageName& name) const {
+    const auto [begin, end] = _byHash.equal_range(DigestHash()(name));
+    const auto found = std::find_if(begin, end, [&](const auto& one) { return _pages.at(one.second).name == name; });
+    return found == end ? -1 : found->second;
+}
+
+void PrefixIndex::add(const PageName& name, int32_t page) {
+    Page added;
+    added.name = name;
+    added.hash = DigestHash()(name);
+    insert(page, std::move(added));
+}
+
+void PrefixIndex::insert(int32_t page, Page added) {
     const auto place = _byHash.emplace(added.hash, page);
     try {
         _pages.emplace(page, std::move(added));

@@ -1,5 +1,6 @@
 // Finds pages by the tokens that they hold. A page is known by its own tokens and by the page before it, so the pages
-// of a text form a chain, and two texts share the pages of their common beginning.
+// of a text form a chain, and two texts share the pages of their common beginning. Where pages before it may be gone, a
+// page is known by its name instead.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +27,7 @@ PageName nameOfBeginning(const std::string& salt);
 // Of the page with these tokens that comes after `before`.
 PageName nameAfter(const PageName& before, const int32_t* tokens, int64_t count);
 
-// Hashes only say where to look: pages are compared token by token.
+// Hashes only say where to look: the pages of a chain are compared token by token. An index has pages of one kind.
 class PrefixIndex {
 public:
     // Of a page's tokens and of the hash of all that comes before them.
@@ -44,6 +45,9 @@ public:
     // The page now holds these tokens; find() must have found none. `before` must be in the index, and stay there as
     // long as this page does.
     void add(const SaltedText& text, int64_t number, int32_t before, int32_t page);
+    // The same for pages that are known by their names.
+    int32_t find(const PageName& name) const;
+    void add(const PageName& name, int32_t page);
     void remove(int32_t page);
 
 private:
@@ -55,6 +59,7 @@ private:
         std::string salt;  // of a first page
     };
     uint64_t hashAfter(const SaltedText& text, int64_t number, int32_t before) const;
+    void insert(int32_t page, Page added);
 
     const int64_t _pageTokens;
     const Hash _hash;

@@ -72,10 +72,7 @@ class Kept:
 
 
 def kept(plan: Plan, states_bytes: int = KEPT_BYTES, spill_bytes: int = KEPT_BYTES) -> Kept:
-    """For a scheduler that is given these limits. A model with windows keeps no copies, and one without recurrent
-    layers none of states."""
-    if plan.kv_bytes != plan.kv_bytes_if_all_seen:
-        return Kept(0, 0)
+    """For a scheduler that is given these limits. A model without recurrent layers keeps no copies of states."""
     return Kept(states_bytes if plan.state_bytes else 0, spill_bytes)
 
 

@@ -96,6 +96,12 @@ protected:
     SharedStates() : SharedPrefixes(hybrids()[0], kPromptTile) {}
 };
 
+// A model with windows: a prompt continues where the window is found.
+class SharedWindows : public SharedPrefixes {
+protected:
+    SharedWindows() : SharedPrefixes(withWindows()) {}
+};
+
 TEST_F(SharedPrefixes, AreComputedOnce) {
     for (const int64_t batch : {64, 96, 1000}) {
         SCOPED_TRACE("batches of " + std::to_string(batch));
@@ -123,6 +129,37 @@ TEST_F(SharedStates, AreComputedOnce) {
         EXPECT_EQ(serve(*watched.engine, scheduler, texts, false), 16 * kBeginning);
         EXPECT_GT(scheduler.counts().spill.statesBytes, 0U);
     }
+}
+
+TEST_F(SharedWindows, AreComputedOnce) {
+    for (const int64_t batch : {64, 96, 1000}) {
+        SCOPED_TRACE("batches of " + std::to_string(batch));
+        const TwoArithmeticsEngine watched(model, engineOptions(8000, batch, 8), step);
+        ASSERT_EQ(watched.engine->runner().lock().kv().lists(), 2);
+        Scheduler scheduler(watched.engine, longQueue());
+        const auto texts = prompts(model, 16);
+        EXPECT_EQ(serve(*watched.engine, scheduler, texts, false), 15 * kBeginning);
+        EXPECT_EQ(watched.rowsSeen().first, lengthOf(texts) - 15 * kBeginning);
+        EXPECT_GE(scheduler.counts().adoptedTokens, 7 * kBeginning) << "at first nobody has ended whose text is there";
+        // What ended requests have left is found too, as a text or as pages.
+        const int64_t reused = serve(*watched.engine, scheduler, texts, false);
+        EXPECT_GE(reused, 16 * kBeginning);
+        EXPECT_EQ(watched.rowsSeen().first, lengthOf(texts) - reused);
+    }
+}
+
+// Long prompts of others go through the cache between requests with a beginning that no prompt of its own had.
+TEST_F(SharedWindows, AreFoundWhereTextsWereSeenToPart) {
+    const TwoArithmeticsEngine watched(model, engineOptions(8000, 64, 2), step);
+    Scheduler scheduler(watched.engine, longQueue());
+    auto texts = prompts(model, 4);
+    for (auto& text : texts) text.resize(text.size() + 300, 5);
+    int64_t reused = 0;
+    for (unsigned i = 0; i < 4; ++i) {
+        reused += serve(*watched.engine, scheduler, {texts[i]}, false);
+        serve(*watched.engine, scheduler, {randomTokens(1500, model.options().vocab, 90 + i)}, false);
+    }
+    EXPECT_GE(reused, 2 * kBeginning) << "the second one shows where they part";
 }
 
 TEST_F(SharedStates, AreFoundByAPromptThatHasOnlyTheBeginning) {
@@ -189,7 +226,7 @@ TEST_F(SharedPrefixes, AnswersAreSharedOnlyIfTheirRowsHaveThePromptsBits) {
 }
 
 TEST_F(SharedPrefixes, OtherSaltsShareNothing) {
-    for (const Options& options : {gpuVariants()[0], hybrids()[0]}) {
+    for (const Options& options : {gpuVariants()[0], hybrids()[0], withWindows()}) {
         SCOPED_TRACE(describe(options));
         const Model other = modelOf(options, 8000);
         Scheduler scheduler(engineOf(other, engineOptions(2000, 64, 8)), longQueue());

@@ -28,17 +28,23 @@ struct Kind {
     const char* name;
     Options options;
     int64_t step;
+    int32_t sequences = 3;
+    int64_t windowPages = 0;  // that a prompt's next token sees, where it does not see all
 };
 
-// A model whose layers see everything, and two with states.
+// A model whose layers see everything, two with states, and one with windows, for which a cache with more room would
+// have no list.
 std::vector<Kind> kinds() {
-    return {{"plain", gpuVariants()[0], 1}, {"hybrid", hybrids()[0], kPromptTile}, {"mamba", mambas()[2], 1}};
+    return {{"plain", gpuVariants()[0], 1},
+            {"hybrid", hybrids()[0], kPromptTile},
+            {"mamba", mambas()[2], 1},
+            {"windows", withWindows(), 1, 1, 1}};
 }
 
 class World {
 public:
     World(const Kind& kind, const SchedulerOptions& options, KvType type = KvType::BF16)
-        : _step(kind.step), _model(modelOf(kind.options, kCache)), _options(engineOptions(kCache, 64, 3)) {
+        : _step(kind.step), _model(modelOf(kind.options, kCache)), _options(engineOptions(kCache, 64, kind.sequences)) {
         _options.kvType = type;
         _watched = std::make_unique<TwoArithmeticsEngine>(_model, _options, kind.step);
         _scheduler = std::make_unique<Scheduler>(_watched->engine, options);
@@ -137,7 +143,7 @@ TEST_F(SpilledPrefixes, AreThereAfterARestart) {
                 World world(kind, options);
                 EXPECT_EQ(world.serve(world.prompt(1)), kBeginning) << "the same prompt";
                 EXPECT_EQ(world.serve(world.prompt(2, 100, 5)), kBeginning) << "a longer one";
-                EXPECT_EQ(world.counts().restoredPages, 2 * kBeginning / kPage);
+                EXPECT_EQ(world.counts().restoredPages, 2 * (kBeginning / kPage + kind.windowPages));
                 EXPECT_EQ(world.serve(world.prompt(4)), 0) << "another one";
             }
             World world(kind, options);

@@ -50,7 +50,7 @@ namespace {
 using namespace sharpi;
 using namespace tiny;
 
-constexpr int64_t kCache = 8 * kPage, kBeginning = 3 * kPage;
+constexpr int64_t kBeginning = 3 * kPage;
 constexpr int64_t kRuns = 60;
 constexpr int64_t kMany = int64_t{1} << 40;
 constexpr const char* kTold = "told to fail";
@@ -87,7 +87,7 @@ public:
 };
 
 struct Room {
-    int64_t pages = 0;
+    std::vector<int64_t> pages;
     int32_t states = 0;
     size_t bytes = 0;
     bool operator==(const Room& other) const {
@@ -95,11 +95,20 @@ struct Room {
     }
 };
 
+struct Kind {
+    Options options;
+    int64_t pages = 8;  // of the cache
+    int32_t sequences = 4;
+    int64_t longAnswer = 3 * kPage - 20;
+};
+
 // Requests that meet in a small cache, wave after wave.
 class World {
 public:
-    World(const Options& options, SchedulerOptions scheduling)
-        : _model(modelOf(options, kCache)), _options(engineOptions(kCache, 64, 4)), _scheduling(std::move(scheduling)) {
+    World(const Kind& kind, SchedulerOptions scheduling)
+        : _model(modelOf(kind.options, kind.pages * kPage)),
+          _options(engineOptions(kind.pages * kPage, 64, kind.sequences)),
+          _scheduling(std::move(scheduling)) {
         _engine =
             std::make_shared<Engine>(_model.spec(), _model.weights(), _options, std::make_unique<FailingBackend>());
         const auto add = [&](size_t wave, unsigned beginning, unsigned end, int64_t answer) {
@@ -119,7 +128,7 @@ public:
         add(0, 1, 2, 6);
         add(1, 2, 3, 6);
         add(1, 3, 4, 6);
-        for (const unsigned end : {5, 6, 7}) add(2, 0, end, 3 * kPage - 20);  // too long for all three at once
+        for (const unsigned end : {5, 6, 7}) add(2, 0, end, kind.longAnswer);  // too long for all at once
         add(3, 1, 8, 3);
         add(4, 2, 9, 3);
     }
@@ -157,7 +166,10 @@ private:
     }
     Room room() const {
         const LockedModel model = _engine->runner().lock();
-        return {model.kv().freePages(), model.kv().states().freeEntries(), model.backend().allocator().held()};
+        Room room{{}, model.kv().states().freeEntries(), model.backend().allocator().held()};
+        for (int32_t list = 0; list < model.kv().lists(); ++list)
+            room.pages.push_back(model.kv().pool(list).freePages());
+        return room;
     }
     int64_t serve(Scheduler& scheduler, const std::vector<Wanted>& wave, const std::string& error) const {
         std::vector<std::shared_ptr<Answer>> answers;
@@ -199,8 +211,10 @@ protected:
     SchedulerFailures() { isTestThread = true; }
     ~SchedulerFailures() override { failingAllocation = failingCall = 0; }
 
-    // A model whose layers see everything, and one with states.
-    static std::vector<Options> models() { return {gpuVariants()[0], hybrids()[0]}; }
+    // A model whose layers see everything, one with states, and one with windows.
+    static std::vector<Kind> kinds() {
+        return {{gpuVariants()[0]}, {hybrids()[0]}, {withWindows(), 12, 2, 7 * kPage - 20}};
+    }
 
     // Counts the calls of a run, then lets one fail in each run: SHARPI_FAILURES of them, evenly spread, or all if
     // there are fewer.
@@ -225,17 +239,17 @@ protected:
 };
 
 TEST_F(SchedulerFailures, EachCopyAndEachPass) {
-    for (const Options& options : models()) {
-        SCOPED_TRACE(describe(options));
-        World world(options, longQueue());
+    for (const Kind& kind : kinds()) {
+        SCOPED_TRACE(describe(kind.options));
+        World world(kind, longQueue());
         failEach(world, failingCall, kTold);
     }
 }
 
 TEST_F(SchedulerFailures, EachAllocation) {
-    for (const Options& options : models()) {
-        SCOPED_TRACE(describe(options));
-        World world(options, longQueue());
+    for (const Kind& kind : kinds()) {
+        SCOPED_TRACE(describe(kind.options));
+        World world(kind, longQueue());
         failEach(world, failingAllocation, "memory");
     }
 }
@@ -264,9 +278,9 @@ protected:
 };
 
 TEST_F(DirectoryFailures, EachCopyEachPassAndEachAllocation) {
-    for (const Options& options : models()) {
-        SCOPED_TRACE(describe(options));
-        World world(options, onDisk());
+    for (const Kind& kind : kinds()) {
+        SCOPED_TRACE(describe(kind.options));
+        World world(kind, onDisk());
         failEach(world, failingCall, kTold);
         failEach(world, failingAllocation, "memory");
     }
@@ -274,8 +288,8 @@ TEST_F(DirectoryFailures, EachCopyEachPassAndEachAllocation) {
 
 // The disk is full, or can no longer be written to, from any write on.
 TEST_F(DirectoryFailures, EachWriteCostsNoRequest) {
-    for (const Options& options : models()) {
-        SCOPED_TRACE(describe(options));
+    for (const Kind& kind : kinds()) {
+        SCOPED_TRACE(describe(kind.options));
         for (const int reason : {ENOSPC, EROFS, EIO}) {
             SchedulerOptions scheduling = onDisk();
             std::atomic<int64_t> writes{kMany};
@@ -284,7 +298,7 @@ TEST_F(DirectoryFailures, EachWriteCostsNoRequest) {
                 errno = reason;
                 return false;
             };
-            World world(options, scheduling);
+            World world(kind, scheduling);
             EXPECT_EQ(world.serve(kTold), 0);
             const int64_t all = kMany - writes;
             EXPECT_GT(all, 10);
@@ -302,9 +316,9 @@ TEST_F(DirectoryFailures, EachWriteCostsNoRequest) {
 }
 
 TEST_F(DirectoryFailures, ADirectoryThatGoesAwayCostsNoRequest) {
-    for (const Options& options : models()) {
+    for (const Kind& kind : kinds()) {
         for (const bool becomesFile : {false, true}) {
-            SCOPED_TRACE(describe(options) + (becomesFile ? ", a file in its place" : ""));
+            SCOPED_TRACE(describe(kind.options) + (becomesFile ? ", a file in its place" : ""));
             forget();
             SchedulerOptions scheduling = onDisk();
             std::atomic<int64_t> writes{0};
@@ -315,7 +329,7 @@ TEST_F(DirectoryFailures, ADirectoryThatGoesAwayCostsNoRequest) {
                 }
                 return CacheDirectoryOptions::writeFully(file, data, bytes);
             };
-            World world(options, scheduling);
+            World world(kind, scheduling);
             EXPECT_EQ(world.serve(kTold), 0);
             EXPECT_GT(writes, 7);
             ASSERT_EQ(notices.size(), 1U);

@@ -141,5 +141,5 @@ def test_a_plan_knows_what_the_schedulers_copies_take(described: Any) -> None:
     assert kept(plan, 7, 5) == Kept(0, 5)
     recurrent = replace(plan, lines=(*plan.lines, ("recurrent state", 1000)))
     assert kept(recurrent, 7, 5) == Kept(7, 5)
-    windows = replace(recurrent, kv_bytes=plan.kv_bytes - 1)
-    assert kept(windows) == Kept(0, 0), "its pages are not shared"
+    windows = replace(plan, kv_bytes=plan.kv_bytes - 1)
+    assert kept(windows, 7, 5) == Kept(0, 5), "its pages are shared and copied too"

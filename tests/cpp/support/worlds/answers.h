@@ -19,6 +19,14 @@ inline Model modelOf(Options options, int64_t context) {
     return Model(options);
 }
 
+// A model some of whose layers see a window.
+inline Options withWindows() {
+    Options options;
+    options.architecture = "gemma3";
+    options.layers = family("gemma3").layers;
+    return options;
+}
+
 // All that comes of an answer.
 struct Whole {
     std::vector<int32_t> tokens;

@@ -281,7 +281,6 @@ TEST(SharedPages, AreThoseOfTheLongestCommonBeginning) {
     EXPECT_EQ(adopted(pool, 2, {2, 3}), 0);
     EXPECT_EQ(adopted(pool, 3, {1, 2}, "salt"), 0);
     EXPECT_EQ(pool.freePages(), 16);
-    EXPECT_EQ(pool.inUse(whole(textOf({1, 2, 3, 5}))), 3);
 }
 
 TEST(SharedPages, APageThatIsNotFullIsNotShared) {
@@ -369,28 +368,6 @@ TEST(SharedPages, NoneGoesBeforeThoseThatFollowIt) {
         EXPECT_EQ(adopted(pool, 1, {1, 2, 3}), left);
         pool.cut(1, 0);
     }
-}
-
-TEST(SharedPages, ACacheWithWindowsHasNone) {
-    HostMemory memory;
-    Allocator allocator(memory);
-    const std::vector<int32_t> text = textOf({1, 2});
-    const auto found = [&](KvCache& kv) {
-        const int32_t a = kv.createSequence(), b = kv.createSequence();
-        kv.extend(a, 2 * kPage);
-        kv.commit(a);
-        KvSharing(kv).share(a, whole(text));
-        const int64_t length = KvSharing(kv).adopt(b, whole(text));
-        EXPECT_EQ(length, kv.length(b));
-        return length;
-    };
-    KvCache plain(allocator, {{1, 4}}, KvType::F32, 8 * kPage);
-    EXPECT_TRUE(KvSharing(plain).isPossible());
-    EXPECT_EQ(found(plain), 2 * kPage);
-    KvCache windows(allocator, {{1, 4}, {1, 4, {32}}}, KvType::F32, KvRoom(64 * kPage, 64, 2));
-    EXPECT_EQ(windows.lists(), 2);
-    EXPECT_FALSE(KvSharing(windows).isPossible());
-    EXPECT_EQ(found(windows), 0);
 }
 
 TEST(SharedPages, ASequenceSharesOnlyWhatItHolds) {
