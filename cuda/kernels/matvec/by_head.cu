@@ -90,19 +90,18 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(D, T)) byHeadKernel(
         });
 }
 
-template <DType D, int kTiles>
-__global__ void __launch_bounds__(MmaTile<D, kTiles, true>::kThreads, mmaMinBlocks(kTiles))
-    mmaByHeadKernel(const __grid_constant__ ByHead p) {
+template <typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks) mmaByHeadKernel(const __grid_constant__ ByHead p) {
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(128) uint8_t staged[];
-    using Tile = MmaTile<D, kTiles, true>;
+    constexpr DType kType = Tile::kType;
     constexpr int kRows = kMmaRows * Tile::kGroups;
     allowNext();
     const HeadOfBlock of(p);
     const int firstColumn = of.columnBlock * Tile::kColumns, firstRow = of.first + of.rowBlock * kRows * p.items;
-    const auto base = Steps<D>::base(p.data, p.shape);
+    const auto base = Steps<kType>::base(p.data, p.shape);
     const auto rowOf = [&](int item, int group) { return firstRow + item * kRows + group * kMmaRows; };
-    const auto place = [&](int item, int group) { return MmaRows<D>{base, rowOf(item, group), of.end - 1}; };
+    const auto place = [&](int item, int group) { return MmaRows<kType>{base, rowOf(item, group), of.end - 1}; };
     Tile tile(staged, p.cols, min(p.items, (of.end - firstRow + kRows - 1) / kRows));
     tile.start(place);
     waitForPrevious();
@@ -110,9 +109,9 @@ __global__ void __launch_bounds__(MmaTile<D, kTiles, true>::kThreads, mmaMinBloc
     tile.run(
         p.x.quantized, place, [&](int, int column) { return of.pieceOf(p, firstColumn + column); },
         [&](int item, int round) {
-            Tile::template forValues<Tile::kGroups>(round, [&](int group, int row, int column, int value) {
+            tile.forSums(round, [&](int group, int row, int column, float sum) {
                 const int at = rowOf(item, group) + row, t = firstColumn + column;
-                if (at < of.end && t < p.rows) *of.output(p, t, at) = tile.sumOf(group, value);
+                if (at < of.end && t < p.rows) *of.output(p, t, at) = sum;
             });
         });
 #endif
@@ -141,10 +140,10 @@ template <DType D, int kTiles> void launchTiles(Stream& stream, ByHead p, int64_
     using Tile = MmaTile<D, kTiles, true>;
     constexpr int kRows = kMmaRows * Tile::kGroups;
     p.columnBlocks = (p.rows + Tile::kColumns - 1) / Tile::kColumns;
-    p.items = itemsOf(p, heads, kRows, int64_t{stream.device().multiprocessors} * mmaMinBlocks(kTiles), 16);
+    p.items = itemsOf(p, heads, kRows, int64_t{stream.device().multiprocessors} * Tile::kMinBlocks, 16);
     const auto bytes = static_cast<size_t>(Tile::sharedBytes(p.cols));
-    allowShared(mmaByHeadKernel<D, kTiles>, bytes);
-    launch(stream, mmaByHeadKernel<D, kTiles>, gridOf(p, heads, kRows), dim3(Tile::kThreads), bytes, p);
+    allowShared(mmaByHeadKernel<Tile>, bytes);
+    launch(stream, mmaByHeadKernel<Tile>, gridOf(p, heads, kRows), dim3(Tile::kThreads), bytes, p);
 }
 
 template <DType D> void launchByHead(Stream& stream, const ByHead& p, int64_t heads) {
