@@ -25,7 +25,8 @@
 #pragma once
 
 #include "kernels/matvec/mma/mma_tile.cuh"
-#include "kernels/matvec/mma/wide_layout.cuh"
+#include "kernels/matvec/mma/wide_order.cuh"
+#include "kernels/matvec/mma/wide_sums.cuh"
 
 namespace sharpi::cuda {
 
@@ -33,7 +34,6 @@ template <DType D, int kRowWarps, int kColumnWarps> class WideTile : WideLayout<
     using Layout = WideLayout<D, kRowWarps, kColumnWarps>;
     using F = Format<D>;
     using Raw = typename F::Raw;
-    using Layout::blockOf;
     using Layout::columnWarp;
     using Layout::kBundles;
     using Layout::kChunks;
@@ -42,9 +42,6 @@ template <DType D, int kRowWarps, int kColumnWarps> class WideTile : WideLayout<
     using Layout::kEndChunks;
     using Layout::kEnds;
     using Layout::kEndsAt;
-    using Layout::kHeldLevels;
-    using Layout::kLevelBytes;
-    using Layout::kLevels;
     using Layout::kNumbersAt;
     using Layout::kOwn;
     using Layout::kRunCodes;
@@ -57,9 +54,7 @@ template <DType D, int kRowWarps, int kColumnWarps> class WideTile : WideLayout<
     using Layout::kStageBytes;
     using Layout::kStages;
     using Layout::kStageUnits;
-    using Layout::kSumCount;
     using Layout::kTiles;
-    using Layout::kTurns;
     using Layout::kUnitChunks;
     using Layout::kUnits;
     using Layout::kWarpSumBytes;
@@ -90,14 +85,13 @@ public:
     // meet.
     __device__ __forceinline__ WideTile(uint8_t* shared, int cols, int items, int rows)
         : _units(cols / kContractBlock),
-          _runs(Layout::runs(_units)),
           _stagesOfItem(Layout::stages(_units)),
           _items(items),
           _bundles(static_cast<int>(WideColumns::bundles(rows))),
           _shared(sharedAddress(shared)),
           _sums(_shared + kStages * kStageBytes + warp() * kWarpSumBytes),
-          _order(_shared + kStages * kStageBytes + kWarps * kWarpSumBytes) {
-        writeOrder();
+          _order(_shared + kStages * kStageBytes + kWarps * kWarpSumBytes, _units) {
+        if (warp() == 0) _order.write(_units);
         const int l = lane(), s = ownSlice();
         _unpacked = _shared + s * kSliceCodes + unpackedRun(0) * kRunCodes + ownRow() * 16;
         _unpackedNumbers =
@@ -156,24 +150,22 @@ public:
         goOnLoading(place);
         waitForCopies<kStages - 2>();
 
-        Sums sums;
-        sums.zero();
+        Sums sums(_sums);
         int slot = 0, stageOfItem = 0, item = 0;  // slot: bytes
-        uint32_t ends = readWord(endsAt(0));
+        uint32_t ends = _order.ends(0);
         for (int stage = 0; stage < all; ++stage) {
             const int next = nextSlot(slot);
             __syncthreads();
             copy(columns, kStages == 2 ? next : nextSlot(next));
             multiply(slot, next, ends, sums);
             if (++stageOfItem == _stagesOfItem) stageOfItem = 0;
-            ends = readWord(endsAt(stageOfItem));
+            ends = _order.ends(stageOfItem);
             goOnLoading(place);
             goOnCopying(rowOf);
             waitForCopies<kStages - 2>();
             slot = next;
             if (stageOfItem != 0) continue;
-            sums.turn = 0;
-            sums.zero();
+            sums.begin();
             __syncthreads();
             done(item++, 0);
             __syncthreads();
@@ -184,7 +176,6 @@ public:
     // 2 * pair and 2 * pair + 1.
     template <typename Visit> __device__ __forceinline__ void forPairs(int, const Visit& f) const {
         constexpr int kShare = kTiles * 4 / kSlices;
-        const uint32_t team = _sums - slice() * kWarpSumBytes;  // warps of a team are neighbours
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
             const int value = slice() * kShare + i, tile = value / 4, c = value % 4;
@@ -192,12 +183,7 @@ public:
 #pragma unroll
             for (int own = 0; own < kOwn; ++own) {
                 float v[kSlices];
-#pragma unroll
-                for (int s = 0; s < kSlices; ++s) {
-                    float part[1];
-                    readShared(team + s * kWarpSumBytes + (own * kTiles + tile) * 512 + lane() * 16 + c * 4, part);
-                    v[s] = part[0];
-                }
+                Sums::read(_sums, own, tile, c, v);
                 sum[own] = tree<kSlices / 2>(v);
             }
             f(rowWarp(), lane() / 4 + c / 2 * 8, (columnWarp() * kTiles + tile) * kMmaColumns + lane() % 4 * 2 + c % 2,
@@ -213,19 +199,9 @@ public:
     }
 
 private:
-    // A lane's accumulators.
-    using Values = float[kOwn][kTiles][4];
-    static __device__ __forceinline__ float& at(Values& values, int i) {
-        return values[i / (4 * kTiles)][i / 4 % kTiles][i % 4];
-    }
-    struct Sums {
-        Values acc, held;  // held: the lowest level, if it is in registers
-        int turn = 0;
-        __device__ __forceinline__ void zero() {
-#pragma unroll
-            for (int i = 0; i < kSumCount; ++i) at(acc, i) = 0.0f;
-        }
-    };
+    using Order = WideOrder<Layout>;
+    using Sums = WideSums<Layout>;
+    using Values = typename Sums::Values;
 
     template <int kWidth, int kCount> static __device__ __forceinline__ float tree(float (&v)[kCount]) {
 #pragma unroll
@@ -234,40 +210,8 @@ private:
         return v[0];
     }
 
-    // --- the order of blocks
+    // --- stages
 
-    static constexpr int kEmpty = 1 << 16;  // block 0, with factors of 0
-
-    // Writes the first block of each run, and for each stage a word with a byte for each run: whether a turn ends with
-    // it. Lane t has turn t. Where a row has no block for a turn, the turn has a run all the same, whose factors are 0:
-    // it leaves the accumulator 0, but the tree has it.
-    __device__ __forceinline__ void writeOrder() const {
-        if (warp() != 0) return;
-        const int steps = (_units + kContractAccumulators - 1) / kContractAccumulators,
-                  tail = _units - (steps - 1) * kContractAccumulators;
-        const auto count = [&](int turn) { return max(steps - (blockOf(turn) >= tail), 1); };
-        // A stage has all of its runs. Those past the row's end come after the last turn.
-        for (int run = _runs + lane(); run < _stagesOfItem * kRuns; run += 32) writeRun(run, kEmpty, false);
-        const int turn = lane();
-        if (turn >= kTurns) return;
-        int first = 0;
-        for (int before = 0; before < turn; ++before) first += count(before);
-        for (int step = 0; step < count(turn); ++step) {
-            const int block = step * kContractAccumulators + blockOf(turn);
-            writeRun(first + step, block < _units ? block : kEmpty, step + 1 == count(turn));
-        }
-    }
-    __device__ __forceinline__ void writeRun(int run, int block, bool ends) const {
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(_order + run * 4), "r"(block) : "memory");
-        const uint32_t byte = endsAt(run / kRuns) + run % kRuns;
-        asm volatile("st.shared.u8 [%0], %1;" ::"r"(byte), "r"(static_cast<int>(ends)) : "memory");
-    }
-    __device__ __forceinline__ uint32_t endsAt(int stage) const { return _order + (_stagesOfItem * kRuns + stage) * 4; }
-    static __device__ __forceinline__ uint32_t readWord(uint32_t at) {
-        uint32_t word;
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at));
-        return word;
-    }
     static __device__ __forceinline__ int nextSlot(int slot) {
         return slot == (kStages - 1) * kStageBytes ? 0 : slot + kStageBytes;
     }
@@ -281,17 +225,16 @@ private:
     // The blocks that a stage has are read from shared memory a stage before they are needed.
     __device__ __forceinline__ void readLoaded() {
 #pragma unroll
-        for (int i = 0; i < kUnits; ++i) _run[i] = readWord(_order + (_loaded.stage * kRuns + unpackedRun(i)) * 4);
+        for (int i = 0; i < kUnits; ++i) _run[i] = _order.block(_loaded.stage, unpackedRun(i));
     }
     __device__ __forceinline__ void readCopied() {
-        float bits[kRuns];
-        readShared(_order + _copiedTo.stage * kRuns * 4, bits);
+        _order.blocks(_copiedTo.stage, _block);
 #pragma unroll
-        for (int run = 0; run < kRuns; ++run) _block[run] = __float_as_uint(bits[run]) % kEmpty;
+        for (int run = 0; run < kRuns; ++run) _block[run] %= Order::kEmpty;
 #pragma unroll
         for (int i = 0; i < kEnds; ++i) {
             const int run = min((static_cast<int>(threadIdx.x) + i * kThreads) / kEndChunks / kRunUnits, kRuns - 1);
-            _endBlock[i] = readWord(_order + (_copiedTo.stage * kRuns + run) * 4) % kEmpty;
+            _endBlock[i] = _order.block(_copiedTo.stage, run) % Order::kEmpty;
         }
     }
     // Goes on to the next stage to load, or to copy. After the last one, what comes is not used.
@@ -321,10 +264,10 @@ private:
     };
     // Loads the thread's i-th block of the next stage, behind the one that is loaded.
     __device__ __forceinline__ void nextRaw(int i) {
-        const uint32_t run = i == 0 ? _run[0] : _run[1], block = run % kEmpty + ownSlice();
+        const uint32_t run = i == 0 ? _run[0] : _run[1], block = run % Order::kEmpty + ownSlice();
         _raw[0] = _raw[1];
         _raw[1].inSuper = static_cast<int>(block % 8);
-        _raw[1].isEmpty = run >= kEmpty;
+        _raw[1].isEmpty = run >= Order::kEmpty;
         _raw[1].raw = F::loadAt(PlanesOf<D>::at(_base, _first + block), _raw[1].inSuper);
     }
     // Writes it to a stage.
@@ -455,53 +398,14 @@ private:
                 if (kEachTime == 2 || odd == 1) nextRaw(kEachTime == 2 ? odd : first / 2);
                 multiplyTile(weights[1 - odd], columns[0], 0, products[0]);
                 addTile(weights[odd], columns[1], 1, products[1], 3, sums.acc);
-                if (ends >> run * 8 & 1) endTurn(sums);
+                if (ends >> run * 8 & 1) sums.endTurn();
             }
         }
     }
 
-    // Joins the finished accumulators with what waits for them.
-    __device__ __forceinline__ void endTurn(Sums& sums) const {
-        if constexpr (kHeldLevels == 0) {
-            endLevel<0>(sums.turn, sums.acc);
-        } else if (sums.turn & 1) {
-            Values sum;
-#pragma unroll
-            for (int i = 0; i < kSumCount; ++i) at(sum, i) = __fadd_rn(at(sums.held, i), at(sums.acc, i));
-            endLevel<1>(sums.turn, sum);
-        } else {
-#pragma unroll
-            for (int i = 0; i < kSumCount; ++i) at(sums.held, i) = at(sums.acc, i);
-        }
-        ++sums.turn;
-        sums.zero();
-    }
-    // The same for finished sums of a level.
-    template <int kLevel> __device__ __forceinline__ void endLevel(int turn, Values& sum) const {
-        if constexpr (kLevel == kLevels) {
-            store(0, sum);  // the slice's sums, where other slices look for them
-        } else {
-            if (!(turn >> kLevel & 1)) return store(kLevel - kHeldLevels, sum);
-            Values joined;
-#pragma unroll
-            for (int i = 0; i < kSumCount; i += 4) {
-                float waiting[4];
-                readShared(_sums + (kLevel - kHeldLevels) * kLevelBytes + i * 128 + lane() * 16, waiting);
-#pragma unroll
-                for (int c = 0; c < 4; ++c) at(joined, i + c) = __fadd_rn(waiting[c], at(sum, i + c));
-            }
-            endLevel<kLevel + 1>(turn, joined);
-        }
-    }
-    // A lane's four values of a fragment lie side by side.
-    __device__ __forceinline__ void store(int level, Values& sum) const {
-#pragma unroll
-        for (int i = 0; i < kSumCount; i += 4)
-            writeShared(_sums + level * kLevelBytes + i * 128 + lane() * 16, sum[i / (4 * kTiles)][i / 4 % kTiles]);
-    }
-
-    const int _units, _runs, _stagesOfItem, _items, _bundles;
-    const uint32_t _shared, _sums, _order;
+    const int _units, _stagesOfItem, _items, _bundles;
+    const uint32_t _shared, _sums;
+    const Order _order;
     uint32_t _unpacked, _unpackedNumbers, _copied, _copiedEnd;  // in the first stage: what the thread writes,
     uint32_t _codes, _numbers, _columns, _ends;                 // and what it reads
     typename Weights::Base _base;
