@@ -1,10 +1,7 @@
 // See placer.h.
 #include "placement/placer.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <cstring>
 
 #include "core/contract.h"
 #include "memory/stream/file_reader.h"
@@ -25,22 +22,6 @@ WeightStack stackOf(const MatrixStack& file) {
     WeightStack placed;
     static_cast<MatrixStack&>(placed) = placed.file = file;
     return placed;
-}
-
-uintptr_t wholePages(uintptr_t bytes) {
-    static const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
-    return (bytes + page - 1) / page * page;
-}
-
-// The same bytes from `begin` on, on pages that hold nothing else. A device may pin what it uploads from, in whole
-// pages. Other memory on them would be pinned in part, and no copy from or to a device may cross such a border.
-std::vector<uint8_t> onOwnPages(const std::vector<uint8_t>& bytes, const uint8_t*& begin) {
-    std::vector<uint8_t> room(wholePages(bytes.size()) + wholePages(1));
-    const auto at = reinterpret_cast<uintptr_t>(room.data());
-    uint8_t* const to = room.data() + (wholePages(at) - at);
-    std::memcpy(to, bytes.data(), bytes.size());
-    begin = to;
-    return room;
 }
 
 const float* copiedVector(Allocator& allocator, std::vector<Buffer>& buffers, const float* host, size_t count,
@@ -91,7 +72,8 @@ const uint8_t* DevicePlacer::room(size_t bytes, const std::string& name) {
 
 Weight DevicePlacer::made(const Matrix& shape, std::vector<uint8_t> bytes, const std::string& name) {
     Matrix host = shape;
-    if (!bytes.empty()) _made.push_back(onOwnPages(bytes, host.data));
+    _made.emplace_back(bytes);
+    host.data = _made.back().data();
     return weights({{host, {}, name}})[0];
 }
 

@@ -8,6 +8,7 @@
 #include "experts/expert_slots.h"
 #include "memory/stream/weight_stream.h"
 #include "placement/homes.h"
+#include "placement/own_pages.h"
 #include "placement/weight.h"
 
 namespace sharpi {
@@ -101,7 +102,7 @@ private:
     ExpertAccessProfiler* _profiler;
     std::vector<Buffer> _buffers;
     std::vector<std::vector<int32_t>> _stackGroups;
-    std::vector<std::vector<uint8_t>> _made;  // what is uploaded from here and not from the file
+    std::vector<OwnPages> _made;  // what is uploaded from here and not from the file
 };
 
 }  // namespace sharpi

@@ -4,7 +4,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <string>
 #include <vector>
 
 #include "core/contract.h"
@@ -73,7 +76,19 @@ TEST(DevicePlacer, TheCpuGetsTheRowsThatAreAskedForUpToABlock) {
     for (const int64_t asked : {32, 64, 1024}) EXPECT_EQ(world.place(1024, Home::Direct, asked).cpuRows, asked);
 }
 
-// What a device uploads from may be pinned, in whole pages: none of them holds anything else.
+// The rights of the mapping that holds this address, as the system lists them.
+std::string rightsAt(uintptr_t address) {
+    std::ifstream maps("/proc/self/maps");
+    for (std::string line; std::getline(maps, line);) {
+        char* after = nullptr;
+        const uintptr_t begin = std::strtoull(line.c_str(), &after, 16), end = std::strtoull(after + 1, &after, 16);
+        if (begin <= address && address < end) return std::string(after + 1, 4);
+    }
+    return "none";
+}
+
+// What a device uploads from may be pinned for reading alone, with what lies near it in the same mapping: nothing that
+// is written may be there.
 TEST(DevicePlacer, WhatIsMadeLiesOnPagesOfItsOwn) {
     World world;
     const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
@@ -85,6 +100,7 @@ TEST(DevicePlacer, WhatIsMadeLiesOnPagesOfItsOwn) {
         EXPECT_EQ(std::memcmp(made.file, bytes.data(), bytes.size()), 0);
         const auto begin = reinterpret_cast<uintptr_t>(made.file);
         EXPECT_EQ(begin % page, 0u);
+        EXPECT_EQ(rightsAt(begin), "r--p");
         for (uintptr_t at = begin; at < begin + bytes.size(); at += page) pages.push_back(at / page);
     }
     std::sort(pages.begin(), pages.end());

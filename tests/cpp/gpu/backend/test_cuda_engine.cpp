@@ -78,8 +78,10 @@ TEST_F(CudaEngine, PrefillIsNear) {
             if (floats) {
                 EXPECT_LT(distance(prefill, expected), 1e-4);
             } else {
-                // 1 % for each layer, since what rounding activations makes adds up, and 1 % for the output head.
-                EXPECT_LT(off, 0.01 * static_cast<double>(tiny.layers + 1));
+                // 1 % for each layer, since what rounding activations makes adds up, and 1 % for the output head. Twice
+                // that if products by head round them to int8, as steps do.
+                const double each = tiny::family(tiny.architecture).latent ? 0.02 : 0.01;
+                EXPECT_LT(off, each * static_cast<double>(tiny.layers + 1));
                 if (tiny.matrices != DType::F32) {
                     EXPECT_LT(off, offSteps);
                 }
