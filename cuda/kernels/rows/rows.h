@@ -14,8 +14,8 @@ struct QuantizedRows {
     float* scale = nullptr;  // [rows][B]
     // [rows][B]: the sum of the first 16 elements in the low half and of the last 16 in the high half (int16 each)
     int32_t* sums = nullptr;
-    // Scratch of products of more than kNarrowRows rows, which arrange the rows anew (matvec/mma/wide_columns.cuh): room
-    // for kMostWideRows rows, or for all. Null if there are no more than kNarrowRows.
+    // Scratch of products of more than kNarrowRows rows, which arrange the rows anew (matvec/mma/wide_columns.cuh):
+    // room for kMostWideRows rows, or for all. Null if there are no more than kNarrowRows.
     uint8_t* wide = nullptr;
 };
 
