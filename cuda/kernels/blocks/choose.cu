@@ -22,7 +22,7 @@ constexpr int kWarps = 8;      // that compute scores
 constexpr int kWarpHeads = 8;  // heads of a warp at once
 constexpr int kHeads = kWarps * kWarpHeads;
 constexpr int kLine = kTile + 1;  // floats from one element of the tile's rows to the next
-constexpr int kPerProcessor = 4;  // thread blocks
+constexpr int kTilesAhead = 256;  // the most thread blocks of a row
 constexpr int kChooseThreads = 1024, kChooseWarps = kChooseThreads / 32;
 constexpr int kBins = 256;
 
@@ -215,6 +215,7 @@ void chooseBlocks(Stream& stream, const IndexRule& rule, const float* queries, c
     if (dim > kMostIndexDim || dim % 4 != 0)
         throw Error(ErrorKind::Internal, "chooseBlocks cannot read rows of " + std::to_string(dim) + " elements");
     const int64_t most = batch.pagesPerTable * kAttentionPage / blocks.pages.rowTokens;
+    const int64_t tiles = std::min<int64_t>((most + kTile - 1) / kTile, kTilesAhead);
     const size_t shared = sizeof(float) * static_cast<size_t>(Places(dim).total);
     if (shared > 48 * 1024) allowShared(scoreKernel, shared);
     for (int64_t first = 0; first < batch.rows; first += kIndexedRows) {
@@ -228,9 +229,6 @@ void chooseBlocks(Stream& stream, const IndexRule& rule, const float* queries, c
                         most,
                         chosen + first * rule.topK};
         if (most > rule.topK) {
-            // A row's queries are prepared once for all tiles of a block of threads.
-            const int64_t room = kPerProcessor * int64_t{stream.device().multiprocessors} / rows;
-            const int64_t tiles = std::min((most + kTile - 1) / kTile, std::max<int64_t>(room, 1));
             launch(stream, scoreKernel, dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(rows)),
                    dim3(32 * kWarps), shared, work);
         }
