@@ -180,8 +180,9 @@ BatchNumbers::Filled BatchNumbers::fill(const Batch& batch, const KvCache& kv, i
     view.sources = from(_sources);
     view.joined = from(_joined);
     const int64_t table = _room.lists * _room.pages;
-    view.exact = {exactRows, from(_positions), from(_sequence), from(_tables), table};
-    view.fast = {view.fastRows(), from(_positions, exactRows), from(_sequence, exactRows), from(_tables), table};
+    view.exact = {exactRows, from(_positions), from(_sequence), from(_tables), table, _room.pages};
+    view.fast = {view.fastRows(), from(_positions, exactRows), from(_sequence, exactRows), from(_tables), table,
+                 _room.pages};
     view.listPages = _room.pages;
     view.exactStates = {
         exactRows, from(_stateFrom), from(_stateTo), {from(_exactBegin), from(_exactEnd), writer.exactSequences()}};

@@ -191,7 +191,8 @@ void GpuScratch::takeBlocks(const StepLimits& l) {
     takeLowRank(l);
     blockAttentionBytes = cuda::blockAttentionScratch(l.maxRows, shape, segments);
     blockAttention = _layout.take(blockAttentionBytes);
-    indexScores = _layout.take(cuda::indexScoreBytes(l.maxRows, l.blocks));
+    indexScoreBytes = cuda::indexScoreBytes(l.maxRows, l.blocks);
+    indexScores = _layout.take(indexScoreBytes);
 }
 
 void GpuScratch::takeFastMixer(const StepLimits& l) {

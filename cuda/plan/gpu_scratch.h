@@ -60,7 +60,8 @@ struct GpuScratch {
     size_t apart = 0;               // [2 * rows, embedding]: a draft's two inputs, before they are joined
     size_t logits = 0;              // [headRows, vocab]
     size_t attention = 0;           // of exact rows
-    size_t blockAttention = 0, blockAttentionBytes = 0, indexScores = 0;  // of kernels/blocks
+    size_t blockAttention = 0, blockAttentionBytes = 0;  // of kernels/blocks
+    size_t indexScores = 0, indexScoreBytes = 0;
     size_t attendedFloats = 0;                      // [fast rows, width]: a mixer's output before its gate or its norm
     Halves queries, keys;                           // of fast rows, for attention and for Gated DeltaNet
     size_t stateReaders = 0, stateReaderBytes = 0;  // of recurrent layers; zero between launches

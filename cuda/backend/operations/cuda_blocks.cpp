@@ -31,7 +31,7 @@ void CudaBlocks::choose(const IndexCall& call) {
     const cuda::IndexRule rule{call.heads, call.topK, call.scale, partOf(call.rope, call.rows.headDim)};
     cuda::chooseBlocks(_pass.stream, rule, _pass.floats(RowBuffer::IndexQueries), _pass.floats(RowBuffer::IndexWeights),
                        _pass.view.allOf(call.rows), pagedRows(_pass, call.rows),
-                       _pass.at<uint8_t>(_pass.layout->indexScores),
+                       _pass.at<uint8_t>(_pass.layout->indexScores), _pass.layout->indexScoreBytes,
                        reinterpret_cast<int32_t*>(_pass.floats(RowBuffer::ChosenBlocks)));
 }
 

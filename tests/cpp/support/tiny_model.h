@@ -559,6 +559,7 @@ inline std::vector<Options> gpuVariants() {
     all.push_back(o);
     for (const Options& hybrid : gpuHybrids()) all.push_back(hybrid);
     for (const Options& latent : latents()) all.push_back(latent);
+    for (const Options& mamba : mambas()) all.push_back(mamba);
     return all;
 }
 

@@ -12,6 +12,7 @@ namespace sharpi::cuda {
 namespace {
 
 constexpr int32_t kPageTokens = 64, kPages = 20, kContext = kPages * kPageTokens;
+constexpr int32_t kLists = 3;  // of pages in a sequence's table on the device, of which the first is in use
 
 // Rows [first, first + count) of a sequence.
 struct Stretch {
@@ -44,7 +45,9 @@ public:
     void upload() {
         deviceK = std::make_unique<DeviceArray<uint8_t>>(k);
         deviceV = std::make_unique<DeviceArray<uint8_t>>(v);
-        deviceTables = std::make_unique<DeviceArray<int32_t>>(tables);
+        std::vector<int32_t> all(tables.size() * kLists, -1);
+        for (size_t i = 0; i < tables.size(); ++i) all[i / kPages * kPages * kLists + i % kPages] = tables[i];
+        deviceTables = std::make_unique<DeviceArray<int32_t>>(all);
     }
     KvPages onHost() { return with(k.data(), v.data()); }
     KvPages onDevice() const { return with(deviceK->get(), deviceV->get()); }
@@ -123,7 +126,7 @@ protected:
         });
     }
     BatchRows rows(const PagedCache& of) const {
-        return {_batch.size(), _positions->get(), _sequences->get(), of.deviceTables->get(), kPages};
+        return {_batch.size(), _positions->get(), _sequences->get(), of.deviceTables->get(), kPages * kLists, kPages};
     }
     std::unique_ptr<Angles> angles(int32_t dims, bool adjacent, bool last) {
         const auto count = static_cast<size_t>(kContext) * dims / 2;
@@ -225,11 +228,12 @@ TEST_F(Blocks, AreChosenAsTheCpuDoes) {
         std::copy(weights.begin(), weights.end(), _work.at(RowBuffer::IndexWeights));
         const DeviceArray<float> deviceQueries(queries), deviceWeights(weights);
         const DeviceArray<int32_t> chosen(_batch.size() * c.topK);
-        const DeviceArray<uint8_t> scratch(indexScoreBytes(_batch.size(), kContext / c.blockTokens));
+        const size_t bytes = indexScoreBytes(_batch.size(), kContext / c.blockTokens);
+        const DeviceArray<uint8_t> scratch(bytes);
         const KvPages onHost = blocks.onHost();
         _ops.blocks().choose({c.heads, c.topK, 0.37f, rope->onHost(), onHost});
         chooseBlocks(stream(), {c.heads, c.topK, 0.37f, rope->onDevice(c.headDim)}, deviceQueries.get(),
-                     deviceWeights.get(), rows(blocks), blocks.paged(), scratch.get(), chosen.get());
+                     deviceWeights.get(), rows(blocks), blocks.paged(), scratch.get(), bytes, chosen.get());
         const auto* const expected = reinterpret_cast<const int32_t*>(_work.at(RowBuffer::ChosenBlocks));
         const std::vector<int32_t> found = chosen.read();
         for (int64_t t = 0; t < _batch.size(); ++t) {
