@@ -49,7 +49,7 @@ std::string textOf(const std::exception& error) {
 // Whether layers have states or windows. Then shared pages do not hold all of a text.
 bool isLimited(const KvCache& kv) { return kv.states().any() || kv.lists() > 1; }
 
-// Whether another text of so many tokens finds room for what its next token sees in layers that do not see everything.
+// Whether another text of this length finds room for what its next token sees in layers that do not see everything.
 // If it does not, it can adopt nothing from others.
 bool hasWindowRoom(const KvCache& kv, int64_t tokens) {
     for (int32_t list = 1; list < kv.lists(); ++list) {

@@ -60,7 +60,7 @@ public:
     int64_t lacking(int32_t sequence, int64_t tokens) const;
     // Pages that are free, or that no later token of a sequence sees that has them.
     int64_t room(bool evenKept) const;
-    // Sequences give back what they no longer see, until so many pages are free of what others may want. If that does
+    // Sequences give back what they no longer see, until this many pages are free of what others may want. If that does
     // not suffice, shared pages that no sequence has are the next to go (pages().evictedBy()), and what keep() protects
     // goes last. There must be room().
     void makeRoom(int64_t pages);
