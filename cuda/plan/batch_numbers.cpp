@@ -183,7 +183,6 @@ BatchNumbers::Filled BatchNumbers::fill(const Batch& batch, const KvCache& kv, i
     view.exact = {exactRows, from(_positions), from(_sequence), from(_tables), table, _room.pages};
     view.fast = {view.fastRows(), from(_positions, exactRows), from(_sequence, exactRows), from(_tables), table,
                  _room.pages};
-    view.listPages = _room.pages;
     view.exactStates = {
         exactRows, from(_stateFrom), from(_stateTo), {from(_exactBegin), from(_exactEnd), writer.exactSequences()}};
     view.fastStates = {view.fastRows(),

@@ -20,7 +20,6 @@ struct BatchView {
     const int32_t* joined = nullptr;
     cuda::BatchRows exact, fast;          // with the page tables of list 0
     int64_t mostExact = 0, mostFast = 0;  // the most exact and the most fast rows of one sequence
-    int64_t listPages = 0;                // from one list of a sequence's pages to the next
     cuda::DeltaBatch exactStates, fastStates;
     cuda::QueryTiles queryTiles;  // of the fast rows, for attention
     cuda::RowRanges deltaTiles;   // of the fast rows, for recurrent layers
@@ -34,11 +33,11 @@ struct BatchView {
         all.rows = rows;
         return all;
     }
-    const int32_t* tablesOf(const KvPages& pages) const { return exact.pageTables + pages.list * listPages; }
+    const int32_t* tablesOf(const KvPages& pages) const { return exact.pageTables + pages.list * exact.listPages; }
 
 private:
     cuda::BatchRows withTables(cuda::BatchRows part, const KvPages& pages) const {
-        part.pageTables += pages.list * listPages;
+        part.pageTables += pages.list * part.listPages;
         return part;
     }
 };

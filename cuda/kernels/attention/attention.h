@@ -14,7 +14,7 @@ struct BatchRows {
     const int32_t* sequence = nullptr;    // [rows]: the number of the page table
     const int32_t* pageTables = nullptr;  // [sequences, pagesPerTable]
     int64_t pagesPerTable = 0;            // of all lists of a sequence's pages
-    int64_t listPages = 0;                // of one list: the most pages of a sequence
+    int64_t listPages = 0;                // of one list: the most pages of a sequence, and how far the next list is
 
     // Rows [first, first + count) of these. The page tables stay, since they belong to sequences.
     BatchRows from(int64_t first, int64_t count) const {

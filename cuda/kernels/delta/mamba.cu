@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "kernels/delta/mamba.cuh"
+#include "kernels/matmul/mma.cuh"
 
 namespace sharpi::cuda {
 
@@ -177,18 +178,6 @@ __device__ __forceinline__ void copyWord(void* to, const void* from) {
     *static_cast<uint32_t*>(to) = *static_cast<const uint32_t*>(from);
 #endif
 }
-// Ends a group of the thread's copies.
-__device__ __forceinline__ void endWords() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-// Waits for all groups of the thread's copies but the last kPending.
-template <int kPending> __device__ __forceinline__ void waitForWords() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-#endif
-}
 
 // Copies what the block needs of rows begin .. begin + count - 1; warp `warp` of kCopyWarps.
 template <int kLines, bool kWhole, int kColumns>
@@ -248,7 +237,7 @@ __global__ void __launch_bounds__((kScanWarps + kCopyWarps) * 32) mambaScanKerne
     const auto copy = [&](int64_t first, int buffer) {
         if (first < end)
             stageRows<kLines, kWhole>(work, place, rows[buffer], first, countFrom(first), warp - kScanWarps);
-        endWords();
+        closeCopies();
     };
     if (copies) {
 #pragma unroll
@@ -257,7 +246,7 @@ __global__ void __launch_bounds__((kScanWarps + kCopyWarps) * 32) mambaScanKerne
     int buffer = 0;
     for (int64_t first = begin; first < end; first += kScanRows) {
         const int free = buffer == 0 ? kBuffers - 1 : buffer - 1;
-        if (copies) waitForWords<kBuffers - 2>();
+        if (copies) waitForCopies<kBuffers - 2>();
         __syncthreads();  // these rows have come, and nobody reads the buffer before them any more
         if (copies) copy(first + (kBuffers - 1) * kScanRows, free);
         else scanRows<true>(work, place, part, rows[buffer], first, countFrom(first), skip);

@@ -19,9 +19,9 @@ struct QuantizedRows {
     uint8_t* wide = nullptr;
 };
 
-// Up to so many rows, products read QuantizedRows as they are.
+// Products of at most this many rows read QuantizedRows as they are.
 constexpr int kNarrowRows = 16;
-// Products of more take so many at once, and kWideRows in a block.
+// Products of more rows take up to kMostWideRows at once, and kWideRows in a block.
 constexpr int kMostWideRows = 512, kWideRows = 64;
 constexpr int kWideColumns = 32;  // of a bundle, and of a warp
 

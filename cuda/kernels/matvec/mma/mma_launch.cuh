@@ -24,11 +24,12 @@ template <DType D, bool isLarge> constexpr double wideCost() {
 }
 
 // Calls f(MmaShape<Tile>{}) with the wide tile whose rounds of blocks cost least, and returns true; or returns false,
-// if none fits in the device's shared memory. fits(bytes, columns); count(rows): the tiles of so many weight rows.
+// if none fits in the device's shared memory. fits(bytes, columns); count(n): how many tiles of n weight rows there
+// are.
 template <DType D, typename Fits, typename Count, typename F>
 bool withWideTile(const Stream& stream, int rows, int cols, const Fits& fits, const Count& count, F&& f) {
-    using Large = WideTile<D, 2, 2>;
-    using Small = WideTile<D, 1, 1>;
+    using Large = MmaWideTile<D, 2, 2>;
+    using Small = MmaWideTile<D, 1, 1>;
     const int64_t atOnce = stream.device().multiprocessors;
     const auto cost = [&](auto shape, double factor) {
         using Tile = typename decltype(shape)::Tile;

@@ -17,8 +17,8 @@
 // share this work evenly, whatever their slice: each loads two blocks of weights to registers and unpacks them a stage
 // later, and copies some columns. One barrier a stage is enough.
 //
-// How to use it: a kernel of WideTile::kThreads threads and sharedBytes() of dynamic shared memory (aligned to 128
-// bytes) makes a WideTile, calls start() before waitForPrevious() and run() after it. Its callables say where each
+// How to use it: a kernel of MmaWideTile::kThreads threads and sharedBytes() of dynamic shared memory (aligned to 128
+// bytes) makes a MmaWideTile, calls start() before waitForPrevious() and run() after it. Its callables say where each
 // item's rows lie and which rows of activations are its columns. run() calls done(item, 0) when the sums of an item are
 // ready. There, forSums() or forPairs() visits the thread's share of them. The names are MmaTile's, so that one kernel
 // takes either.
@@ -30,7 +30,7 @@
 
 namespace sharpi::cuda {
 
-template <DType D, int kRowWarps, int kColumnWarps> class WideTile : WideLayout<D, kRowWarps, kColumnWarps> {
+template <DType D, int kRowWarps, int kColumnWarps> class MmaWideTile : WideLayout<D, kRowWarps, kColumnWarps> {
     using Layout = WideLayout<D, kRowWarps, kColumnWarps>;
     using F = Format<D>;
     using Raw = typename F::Raw;
@@ -83,7 +83,7 @@ public:
 
     // shared: sharedBytes(cols), aligned to 128 bytes. cols: takes(cols). rows: of all of x. All threads call it, and
     // meet.
-    __device__ __forceinline__ WideTile(uint8_t* shared, int cols, int items, int rows)
+    __device__ __forceinline__ MmaWideTile(uint8_t* shared, int cols, int items, int rows)
         : _units(cols / kContractBlock),
           _stagesOfItem(Layout::stages(_units)),
           _items(items),
