@@ -3,7 +3,7 @@
     python benchmarks/http_streams.py -m FILE --llama-server llama.cpp/build/bin/llama-server [--device cuda]
         [--streams 1 4 8 16 32 64] [--tokens 512] [--llama-option=-fa --llama-option=on ...] [--serve-option=...]
 
-For each number of streams, that many requests come at the same moment, each on a connection of its own, with a prompt of
+For each number of streams, that many requests come at once, each on a connection of its own, with a prompt of
 its own of random tokens. Half of --tokens are prompt and half answer, greedy, with no end before that. Both servers are
 asked by /v1/completions. `sharpi serve` runs once, with room for the most streams; `llama-server` runs anew for each
 number of them, as `-np N`, with as much context. First the scheduler alone is timed, by `sharpi bench --streams`.
