@@ -48,7 +48,9 @@ void CpuRouter::choose(const float* scores, int32_t token, int32_t* chosen) {
 void CpuRouter::score(float* logits) {
     switch (_call.gating) {
     case Gating::Softmax: return _kernels.softmax(logits, _call.count);
-    case Gating::Sigmoid: std::transform(logits, logits + _call.count, logits, portableSigmoid); return;
+    case Gating::Sigmoid:
+        std::transform(logits, logits + _call.count, logits, [](float logit) { return portableSigmoid(logit); });
+        return;
     case Gating::SoftmaxOfChosen: return;
     case Gating::RootSoftplus:
         std::transform(logits, logits + _call.count, logits,

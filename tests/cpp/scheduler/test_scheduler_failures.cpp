@@ -18,6 +18,7 @@
 
 #include "answers.h"
 #include "engine/scheduler/scheduler.h"
+#include "sanitized.h"
 #include "seed.h"
 #include "temporary_folder.h"
 
@@ -51,7 +52,7 @@ using namespace sharpi;
 using namespace tiny;
 
 constexpr int64_t kBeginning = 3 * kPage;
-constexpr int64_t kRuns = 60;
+constexpr int64_t kRuns = watchedRuns(24);
 constexpr int64_t kMany = int64_t{1} << 40;
 constexpr const char* kTold = "told to fail";
 
@@ -302,7 +303,7 @@ TEST_F(DirectoryFailures, EachWriteCostsNoRequest) {
             EXPECT_EQ(world.serve(kTold), 0);
             const int64_t all = kMany - writes;
             EXPECT_GT(all, 10);
-            for (int64_t good = 0; good < all; good += 1 + all / 10) {
+            for (int64_t good = 0; good < all; good += 1 + all / watchedRuns(10)) {
                 SCOPED_TRACE("after " + std::to_string(good) + " writes");
                 forget();
                 writes = good;

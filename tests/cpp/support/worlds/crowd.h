@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "answers.h"
+#include "sanitized.h"
 #include "scored_text.h"
 #include "seed.h"
 
@@ -141,12 +142,13 @@ inline void check(const std::vector<Served>& all) {
     }
 }
 
-// Submits requests at random moments and cancels some of them.
-inline void serve(Scheduler& scheduler, Crowd& crowd, int count, int64_t longestPrompt, int64_t longestAnswer,
+// Submits requests at random moments and cancels some of them. Under a sanitizer, half of them.
+inline void serve(Scheduler& scheduler, Crowd& crowd, int64_t count, int64_t longestPrompt, int64_t longestAnswer,
                   bool cancels) {
+    count = watchedRuns(count);
     std::vector<Served> all;
     std::vector<Crowd::Expected> drawn;
-    for (int i = 0; i < count; ++i) drawn.push_back(crowd.draw(longestPrompt, longestAnswer));
+    for (int64_t i = 0; i < count; ++i) drawn.push_back(crowd.draw(longestPrompt, longestAnswer));
     for (Crowd::Expected& expected : drawn) {
         const std::shared_ptr<Answer> answer = scheduler.submit(expected.request);
         all.push_back({std::move(expected), answer});
@@ -156,11 +158,13 @@ inline void serve(Scheduler& scheduler, Crowd& crowd, int count, int64_t longest
     check(all);
 }
 
-// Submits requests while the model is locked, so that they compete for memory however fast the machine is.
-inline void serveAtOnce(Engine& engine, Scheduler& scheduler, Crowd& crowd, int count, int64_t longestPrompt,
+// Submits requests while the model is locked, so that they compete for memory however fast the machine is. Under a
+// sanitizer, half of them.
+inline void serveAtOnce(Engine& engine, Scheduler& scheduler, Crowd& crowd, int64_t count, int64_t longestPrompt,
                         int64_t longestAnswer) {
+    count = watchedRuns(count);
     std::vector<Served> all;
-    for (int i = 0; i < count; ++i) all.push_back({crowd.draw(longestPrompt, longestAnswer), nullptr});
+    for (int64_t i = 0; i < count; ++i) all.push_back({crowd.draw(longestPrompt, longestAnswer), nullptr});
     {
         const LockedModel locked = engine.runner().lock();
         for (Served& one : all) one.answer = scheduler.submit(one.expected.request);
