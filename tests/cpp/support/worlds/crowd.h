@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "answers.h"
-#include "sanitized.h"
 #include "scored_text.h"
 #include "seed.h"
 
@@ -142,10 +141,9 @@ inline void check(const std::vector<Served>& all) {
     }
 }
 
-// Submits requests at random moments and cancels some of them. Under a sanitizer, half of them.
+// Submits requests at random moments and cancels some of them.
 inline void serve(Scheduler& scheduler, Crowd& crowd, int64_t count, int64_t longestPrompt, int64_t longestAnswer,
                   bool cancels) {
-    count = watchedRuns(count);
     std::vector<Served> all;
     std::vector<Crowd::Expected> drawn;
     for (int64_t i = 0; i < count; ++i) drawn.push_back(crowd.draw(longestPrompt, longestAnswer));
@@ -158,11 +156,9 @@ inline void serve(Scheduler& scheduler, Crowd& crowd, int64_t count, int64_t lon
     check(all);
 }
 
-// Submits requests while the model is locked, so that they compete for memory however fast the machine is. Under a
-// sanitizer, half of them.
+// Submits requests while the model is locked, so that they compete for memory however fast the machine is.
 inline void serveAtOnce(Engine& engine, Scheduler& scheduler, Crowd& crowd, int64_t count, int64_t longestPrompt,
                         int64_t longestAnswer) {
-    count = watchedRuns(count);
     std::vector<Served> all;
     for (int64_t i = 0; i < count; ++i) all.push_back({crowd.draw(longestPrompt, longestAnswer), nullptr});
     {
