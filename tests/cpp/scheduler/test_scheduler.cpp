@@ -11,7 +11,7 @@
 
 #include "crowd.h"
 #include "engine/scheduler/scheduler.h"
-#include "sanitized.h"
+#include "seed.h"
 #include "two_arithmetics.h"
 #include "varied_model.h"
 

@@ -18,7 +18,6 @@
 
 #include "answers.h"
 #include "engine/scheduler/scheduler.h"
-#include "sanitized.h"
 #include "seed.h"
 #include "temporary_folder.h"
 
