@@ -89,7 +89,7 @@ TEST(Scheduler, APausedRequestGoesOnAsIfNothingHadHappened) {
         Crowd crowd(model, engineOf(model, engineOptions(contextOf(options), 64, 12)), 2, 1);
         const auto engine = engineOf(model, tight(model));
         Scheduler scheduler(engine, crowded());
-        serveAtOnce(*engine, scheduler, crowd, watchedRuns(40), 50, 220);
+        serveAtOnce(*engine, scheduler, crowd, 40, 50, 220);
         EXPECT_GT(scheduler.counts().pauses, 0);
         EXPECT_GT(scheduler.counts().againSeconds, 0);
     }
@@ -105,9 +105,9 @@ TEST(Scheduler, RowsKeepTheirKinds) {
         const TwoArithmeticsEngine together(model, tight(model), step);
         Crowd crowd(model, alone.engine, 3, 1);
         Scheduler scheduler(together.engine, crowded());
-        serveAtOnce(*together.engine, scheduler, crowd, watchedRuns(40), 50, 220);
+        serveAtOnce(*together.engine, scheduler, crowd, 40, 50, 220);
         EXPECT_GT(scheduler.counts().pauses, 0);
-        serve(scheduler, crowd, watchedRuns(20), 90, 120, true);
+        serve(scheduler, crowd, 20, 90, 120, true);
     }
 }
 
