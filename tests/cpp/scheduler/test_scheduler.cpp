@@ -66,7 +66,7 @@ TEST(Scheduler, EveryRequestIsAnsweredAsAlone) {
 TEST(Scheduler, RequestsShareWindowsAndAreAnsweredAsAlone) {
     const WindowedModel model;
     Crowd crowd(model, model.roomy(engineOptions(0, 64)), 1);
-    int64_t adopted = 0, restored = 0;  // how many depends on when requests meet
+    int64_t restored = 0;
     for (const int32_t sequences : {2, 4}) {
         const auto engine = model.engine(engineOptions(0, 64), sequences);
         ASSERT_EQ(engine->runner().lock().kv().lists(), 3);
@@ -74,10 +74,9 @@ TEST(Scheduler, RequestsShareWindowsAndAreAnsweredAsAlone) {
         serve(scheduler, crowd, 25, 60, 20, false);
         serve(scheduler, crowd, 25, 60, 20, true);
         const SchedulerCounts counts = scheduler.counts();
-        adopted += counts.adoptedTokens;
+        EXPECT_GT(counts.adoptedTokens, 0);
         restored += counts.spill.restoredPages;
     }
-    EXPECT_GT(adopted, 0);
     EXPECT_GT(restored, 0);
 }
 

@@ -45,20 +45,12 @@ inline uint32_t testSeed(uint32_t usual) {
     return value ? static_cast<uint32_t>(std::strtoul(value, nullptr, 10)) ^ (usual * 2654435761u) : usual;
 }
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kIsSanitized = true;
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-constexpr bool kIsSanitized = true;
+// How often a long test runs: under a sanitizer, half as often as usual. A sanitizer looks for invalid accesses and
+// races, and finds them in fewer runs.
+#ifdef SHARPI_SANITIZED
+constexpr int watchedRuns(int usual) { return (usual + 1) / 2; }
 #else
-constexpr bool kIsSanitized = false;
+constexpr int watchedRuns(int usual) { return usual; }
 #endif
-#else
-constexpr bool kIsSanitized = false;
-#endif
-
-// Of so many runs of a long test, those that a sanitizer watches. It looks for wrong accesses and races, which a part
-// of the runs shows; whether answers are right is tested without it.
-constexpr int64_t watchedRuns(int64_t runs) { return kIsSanitized ? (runs + 1) / 2 : runs; }
 
 }  // namespace sharpi

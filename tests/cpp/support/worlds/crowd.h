@@ -142,11 +142,11 @@ inline void check(const std::vector<Served>& all) {
 }
 
 // Submits requests at random moments and cancels some of them.
-inline void serve(Scheduler& scheduler, Crowd& crowd, int64_t count, int64_t longestPrompt, int64_t longestAnswer,
+inline void serve(Scheduler& scheduler, Crowd& crowd, int count, int64_t longestPrompt, int64_t longestAnswer,
                   bool cancels) {
     std::vector<Served> all;
     std::vector<Crowd::Expected> drawn;
-    for (int64_t i = 0; i < count; ++i) drawn.push_back(crowd.draw(longestPrompt, longestAnswer));
+    for (int i = 0; i < count; ++i) drawn.push_back(crowd.draw(longestPrompt, longestAnswer));
     for (Crowd::Expected& expected : drawn) {
         const std::shared_ptr<Answer> answer = scheduler.submit(expected.request);
         all.push_back({std::move(expected), answer});
@@ -157,10 +157,10 @@ inline void serve(Scheduler& scheduler, Crowd& crowd, int64_t count, int64_t lon
 }
 
 // Submits requests while the model is locked, so that they compete for memory however fast the machine is.
-inline void serveAtOnce(Engine& engine, Scheduler& scheduler, Crowd& crowd, int64_t count, int64_t longestPrompt,
+inline void serveAtOnce(Engine& engine, Scheduler& scheduler, Crowd& crowd, int count, int64_t longestPrompt,
                         int64_t longestAnswer) {
     std::vector<Served> all;
-    for (int64_t i = 0; i < count; ++i) all.push_back({crowd.draw(longestPrompt, longestAnswer), nullptr});
+    for (int i = 0; i < count; ++i) all.push_back({crowd.draw(longestPrompt, longestAnswer), nullptr});
     {
         const LockedModel locked = engine.runner().lock();
         for (Served& one : all) one.answer = scheduler.submit(one.expected.request);
