@@ -91,10 +91,11 @@ void Continuation::complete(Addition& addition, const std::vector<int64_t>& chun
 bool Continuation::addPiece(Addition& addition, int64_t rows) {
     const LockedModel model = _held.engine().runner().lock();
     const Piece piece = _held.nextPiece(model, addition, rows);
-    std::vector<Chosen> chosen = TextPasses(model, _held.limits()).run({{&_held.running(), piece}}).front();
+    std::vector<std::vector<Chosen>> chosen = TextPasses(model, _held.limits()).run({{&_held.running(), piece}});
+    // Nothing from here on may need memory: the cache holds the piece already, and the text would lack it.
     if (!_held.take(model, addition, piece)) return false;
-    if (_held.running().sampler) _held.running().sampler->advance(chosen.size());
-    _chosen = std::move(chosen);
+    if (_held.running().sampler) _held.running().sampler->advance(chosen.front().size());
+    _chosen = std::move(chosen.front());
     return true;
 }
 

@@ -612,7 +612,7 @@ def test_the_share_is_the_best_there_is() -> None:
 def test_rows_in_vram_are_for_when_they_leave_it() -> None:
     """A unit in VRAM has the rows that it would give if it were direct; until then they do not count."""
     dice, seen = random.Random(5), set()
-    for _ in range(40):
+    for _ in range(12):
         _, inventory = inventory_of(layers=dice.randint(1, 5), tied=dice.random() < 0.5,
                                     experts=dice.choice([(), (0,)]))
         machine = random_machine(dice)
