@@ -32,7 +32,9 @@ std::vector<int32_t> read(Answer& answer, size_t most) {
         const Answer::News news = answer.takeOne(kForever);
         if (news.tokens.empty()) {
             EXPECT_TRUE(news.ending);
-            if (news.ending) EXPECT_EQ(news.ending->finish, Finish::Length) << news.ending->error;
+            if (news.ending) {
+                EXPECT_EQ(news.ending->finish, Finish::Length) << news.ending->error;
+            }
             break;
         }
         tokens.push_back(news.tokens.front().token);
@@ -78,7 +80,9 @@ void converse(Scheduler& scheduler, const std::shared_ptr<Engine>& reference, co
             text.push_back(said.back());
             const std::vector<int32_t> more = randomTokens(1 + static_cast<int64_t>(random() % 20), vocab, random());
             text.insert(text.end(), more.begin(), more.end());
-            if (random() % 8 == 0) EXPECT_TRUE(scheduler.forget(conversations[i])->wait(kForever));
+            if (random() % 8 == 0) {
+                EXPECT_TRUE(scheduler.forget(conversations[i])->wait(kForever));
+            }
         }
     }
     for (const auto& conversation : conversations) EXPECT_TRUE(scheduler.forget(conversation)->wait(kForever));
