@@ -111,6 +111,8 @@ def test_more_sequences_than_there_is_room_for(hybrid: Path) -> None:
         for _ in range(2):  # those that are not at work give way
             for session in sessions:
                 assert len(list(session.generate([1, 2, 3], max_tokens=3, temperature=0))) == 3
+        for session in sessions:
+            session.reset()
         with model.scheduler() as other:  # the texts of another scheduler do not
             waiting = [other.submit([1, 2, seed], max_tokens=400, temperature=0) for seed in range(2)]
             for answer in waiting:
