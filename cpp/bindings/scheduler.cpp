@@ -7,6 +7,7 @@
 #include "bindings/constraint.h"
 #include "bindings/delete_unlocked.h"
 #include "bindings/errors.h"
+#include "bindings/interpreter.h"
 #include "bindings/notice.h"
 #include "bindings/row_kind.h"
 #include "core/error.h"
@@ -100,19 +101,19 @@ void requireNotNegative(const char* name, int64_t value) {
 }
 
 Answer::News taken(Answer& answer, double seconds) {
-    py::gil_scoped_release release;
+    const ReleasedGil released;
     return answer.take(seconds);
 }
 
 Answer::News takenOne(Answer& answer, double seconds) {
-    py::gil_scoped_release release;
+    const ReleasedGil released;
     return answer.takeOne(seconds);
 }
 
 // Waits for a task, which Ctrl-C cancels.
 void waitFor(Task& task) {
     constexpr double kLook = 0.1;  // seconds after which the thread looks whether it was interrupted
-    const py::gil_scoped_release release;
+    const ReleasedGil released;
     while (!task.wait(kLook)) {
         const py::gil_scoped_acquire gil;
         if (PyErr_CheckSignals() == 0) continue;

@@ -83,19 +83,21 @@ Answer::~Answer() {
 
 Answer::News Answer::take(double seconds) {
     News news;
+    bool mayGoOn = false;
     {
         std::unique_lock<std::mutex> lock(_mutex);
         _changed.wait_for(lock, std::chrono::duration<double>(seconds),
                           [&] { return _hasEnded || !_news.tokens.empty() || _news.promptScores; });
         news = std::exchange(_news, {});
-        countTaken(news);
+        mayGoOn = countTaken(news);
     }
-    if (_bell && !news.tokens.empty()) _bell->ring();
+    if (mayGoOn && _bell) _bell->ring();
     return news;
 }
 
 Answer::News Answer::takeOne(double seconds) {
     News news;
+    bool mayGoOn = false;
     {
         std::unique_lock<std::mutex> lock(_mutex);
         _changed.wait_for(lock, std::chrono::duration<double>(seconds),
@@ -108,17 +110,19 @@ Answer::News Answer::takeOne(double seconds) {
         } else {
             news.ending = std::exchange(_news.ending, std::nullopt);
         }
-        countTaken(news);
+        mayGoOn = countTaken(news);
     }
-    if (_bell && !news.tokens.empty()) _bell->ring();
+    if (mayGoOn && _bell) _bell->ring();
     return news;
 }
 
-// The lock must be held.
-void Answer::countTaken(const News& news) {
+// The lock must be held. Returns whether the answer waited for its reader, and no longer does.
+bool Answer::countTaken(const News& news) {
+    const bool waited = isBehind();
     const auto tokens = static_cast<int64_t>(news.tokens.size());
     _unread -= tokens;
     _readTokens += tokens + (news.ending && news.ending->finish == Finish::EndToken ? 1 : 0);
+    return waited && !isBehind();
 }
 
 void Answer::cancel() {

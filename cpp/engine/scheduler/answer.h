@@ -85,7 +85,7 @@ public:
 private:
     friend class Arrivals;
     void announce();
-    void countTaken(const News& news);
+    bool countTaken(const News& news);
 
     const int64_t _number;
     const std::shared_ptr<Arrivals> _arrivals;

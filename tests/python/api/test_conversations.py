@@ -285,7 +285,12 @@ from sharpi import Model
 model = Model.load(device='cpu', context=512, threads=1)
 running, answer = model.session().generate([1, 2], temperature=0.0), model.submit([3, 4])
 next(running)
-threading.Thread(target=lambda: list(model.generate([5, 6], temperature=0.0)), daemon=True).start()
+started = threading.Event()
+def read():
+    for _ in model.generate([5, 6], temperature=0.0):
+        started.set()
+threading.Thread(target=read, daemon=True).start()
+started.wait()
 """
 
 
