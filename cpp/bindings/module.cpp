@@ -1,6 +1,7 @@
 // The Python module sharpi._core. The bindings convert arguments, release the GIL and turn Error into Python's
 // exceptions.
 #include "bindings/bindings.h"
+#include "bindings/errors.h"
 #include "core/error.h"
 
 #include <pybind11/stl.h>
@@ -8,6 +9,17 @@
 namespace sharpi {
 
 namespace {
+
+const char* nameOf(ErrorKind kind) {
+    switch (kind) {
+    case ErrorKind::InvalidArgument: return "InvalidRequestError";
+    case ErrorKind::BadModel: return "ModelFileError";
+    case ErrorKind::OutOfMemory: return "OutOfMemoryError";
+    case ErrorKind::Busy: return "BusyError";
+    case ErrorKind::Internal: return "InternalError";
+    }
+    return "InternalError";
+}
 
 // Raises the class of sharpi.errors that belongs to the error's kind, with the facts of a shortage.
 void translate(std::exception_ptr p) {  // NOLINT(performance-unnecessary-value-param): as pybind11 calls it
@@ -20,27 +32,26 @@ void translate(std::exception_ptr p) {  // NOLINT(performance-unnecessary-value-
     } catch (const Error& e) {
         what = e.what();
         shortage = e.shortage();
-        switch (e.kind()) {
-        case ErrorKind::InvalidArgument: name = "InvalidRequestError"; break;
-        case ErrorKind::BadModel: name = "ModelFileError"; break;
-        case ErrorKind::OutOfMemory: name = "OutOfMemoryError"; break;
-        case ErrorKind::Busy: name = "BusyError"; break;
-        case ErrorKind::Internal: name = "InternalError"; break;
-        }
+        name = nameOf(e.kind());
     } catch (const std::bad_alloc&) {
         name = "OutOfMemoryError";
         what = "out of memory: a smaller context or batch needs less";
     }
-    const py::object type = py::module_::import("sharpi.errors").attr(name);
-    const py::object error = type(what);
+    const py::object error = errorOf(name, what);
     if (shortage) {
         error.attr("available") = shortage->available;
         error.attr("wanted") = shortage->wanted;
     }
-    PyErr_SetObject(type.ptr(), error.ptr());
+    PyErr_SetObject(py::type::of(error).ptr(), error.ptr());
 }
 
 }  // namespace
+
+py::object errorOf(const char* name, const std::string& what) {
+    return py::module_::import("sharpi.errors").attr(name)(what);
+}
+
+py::object errorOf(ErrorKind kind, const std::string& what) { return errorOf(nameOf(kind), what); }
 
 }  // namespace sharpi
 

@@ -1,10 +1,15 @@
 // Scheduler with its requests and answers: many texts that a loaded model continues together.
+#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include "bindings/bindings.h"
 #include "bindings/constraint.h"
 #include "bindings/delete_unlocked.h"
+#include "bindings/errors.h"
+#include "bindings/interpreter.h"
 #include "bindings/notice.h"
+#include "bindings/row_kind.h"
 #include "core/error.h"
 #include "engine/scheduler/scheduler.h"
 
@@ -21,9 +26,11 @@ py::dict toDict(const RequestFigures& figures) {
     d["reused_tokens"] = figures.reusedTokens;
     d["tokens"] = figures.tokens;
     d["pauses"] = figures.pauses;
-    d["steps"] = figures.drafts.steps;
-    d["drafted_tokens"] = figures.drafts.drafted;
-    d["accepted_tokens"] = figures.drafts.accepted;
+    d["prompt_seconds"] = figures.spent.promptSeconds;
+    d["generation_seconds"] = figures.spent.stepSeconds;
+    d["steps"] = figures.spent.drafts.steps;
+    d["drafted_tokens"] = figures.spent.drafts.drafted;
+    d["accepted_tokens"] = figures.spent.drafts.accepted;
     return d;
 }
 
@@ -60,6 +67,19 @@ py::tuple toTuple(const Score& score) {
     return py::make_tuple(score.logProbability, best);
 }
 
+// The error is an exception, or None.
+py::tuple toTuple(const Ending& ending) {
+    py::object error = py::none();
+    if (ending.finish == Finish::Failed)
+        error = ending.kind ? errorOf(*ending.kind, ending.error) : errorOf("SharpiError", ending.error);
+    return py::make_tuple(finishName(ending.finish), error, toDict(ending.figures));
+}
+
+py::tuple toTuple(const Spent& spent) {
+    return py::make_tuple(spent.promptSeconds, spent.stepSeconds, spent.drafts.steps, spent.drafts.drafted,
+                          spent.drafts.accepted);
+}
+
 py::tuple toTuple(const Answer::News& news) {
     py::list tokens, scores;
     for (const Chosen& chosen : news.tokens) {
@@ -72,8 +92,7 @@ py::tuple toTuple(const Answer::News& news) {
         for (const Score& score : *news.promptScores) all.append(toTuple(score));
         promptScores = std::move(all);
     }
-    if (news.ending)
-        ending = py::make_tuple(finishName(news.ending->finish), news.ending->error, toDict(news.ending->figures));
+    if (news.ending) ending = toTuple(*news.ending);
     return py::make_tuple(tokens, scores, promptScores, ending);
 }
 
@@ -82,9 +101,117 @@ void requireNotNegative(const char* name, int64_t value) {
 }
 
 Answer::News taken(Answer& answer, double seconds) {
-    py::gil_scoped_release release;
+    const ReleasedGil released;
     return answer.take(seconds);
 }
+
+Answer::News takenOne(Answer& answer, double seconds) {
+    const ReleasedGil released;
+    return answer.takeOne(seconds);
+}
+
+// Waits for a task, which Ctrl-C cancels.
+void waitFor(Task& task) {
+    constexpr double kLook = 0.1;  // seconds after which the thread looks whether it was interrupted
+    const ReleasedGil released;
+    while (!task.wait(kLook)) {
+        const py::gil_scoped_acquire gil;
+        if (PyErr_CheckSignals() == 0) continue;
+        const py::error_already_set interrupted;  // takes Python's error, which nothing below may find
+        const py::gil_scoped_release again;
+        task.cancel();
+        try {
+            while (!task.wait(kLook)) {
+            }
+        } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the interruption says more
+        }
+        throw interrupted;
+    }
+}
+
+// Appends tokens to a text of their own, piece by piece.
+class Evaluation {
+public:
+    Evaluation(std::shared_ptr<Engine> engine, std::vector<int32_t> tokens, std::vector<int64_t> chunks, RowKind kind,
+               float* logits)
+        : _engine(std::move(engine)),
+          _tokens(std::move(tokens)),
+          _chunks(std::move(chunks)),
+          _kind(kind),
+          _logits(logits) {}
+
+    bool doPiece() {
+        if (!_text) {
+            _text = std::make_unique<Continuation>(_engine);
+            _text->beginEvaluation(_tokens, _kind, _logits);
+        }
+        const int64_t rows = _engine->runner().limits().pieces.rows;
+        if (_text->evaluatePiece(_chunk < _chunks.size() ? _chunks[_chunk] : rows)) ++_chunk;
+        return _text->isEvaluated();
+    }
+
+private:
+    const std::shared_ptr<Engine> _engine;
+    const std::vector<int32_t> _tokens;
+    const std::vector<int64_t> _chunks;
+    const RowKind _kind;
+    float* const _logits;
+    std::unique_ptr<Continuation> _text;
+    size_t _chunk = 0;
+};
+
+py::array_t<float> logitsOf(Scheduler& scheduler, const std::shared_ptr<Engine>& engine, std::vector<int32_t> tokens,
+                            std::vector<int64_t> chunks, const std::string& kind) {
+    const SequenceLimits& limits = engine->runner().limits();
+    const auto count = static_cast<int64_t>(tokens.size());
+    const RowKind rows = toRowKind(kind);
+    requireRoomFor(count, limits.context);  // before memory is taken for the answer
+    py::array_t<float> out({static_cast<py::ssize_t>(count), static_cast<py::ssize_t>(limits.vocabSize)});
+    auto evaluation =
+        std::make_shared<Evaluation>(engine, std::move(tokens), std::move(chunks), rows, out.mutable_data());
+    waitFor(*scheduler.perform([evaluation = std::move(evaluation)] { return evaluation->doPiece(); }));
+    return out;
+}
+
+// A conversation as its client has it: it is forgotten when the client lets go of it.
+class ClientConversation {
+public:
+    ClientConversation(std::shared_ptr<Scheduler> scheduler, std::string salt)
+        : _scheduler(std::move(scheduler)), _conversation(std::make_shared<Conversation>(std::move(salt))) {}
+    ~ClientConversation() {
+        try {
+            _scheduler->forget(_conversation);
+        } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): it is closed, or forgets it when it is
+        }
+    }
+    ClientConversation(const ClientConversation&) = delete;
+    ClientConversation& operator=(const ClientConversation&) = delete;
+
+    const std::shared_ptr<Conversation>& conversation() const { return _conversation; }
+    std::vector<int32_t> tokens() const {
+        std::vector<int32_t> tokens;
+        waitFor(*_scheduler->readTokens(_conversation, tokens));
+        return tokens;
+    }
+    void reset() const { waitFor(*_scheduler->forget(_conversation)); }
+    std::shared_ptr<Answer> submit(Request request) const {
+        request.conversation = _conversation;
+        py::gil_scoped_release release;
+        return _scheduler->submit(std::move(request));
+    }
+
+private:
+    const std::shared_ptr<Scheduler> _scheduler;
+    const std::shared_ptr<Conversation> _conversation;
+};
+
+// Threads do not survive a fork: in the child, a scheduler waits for what will never come, so it is left alone.
+struct DeleteInItsProcess {
+    pid_t process = getpid();
+    template <typename T> void operator()(T* object) const {
+        if (getpid() == process) DeleteUnlocked()(object);
+    }
+};
 
 }  // namespace
 
@@ -103,9 +230,28 @@ void bindScheduler(py::module_& m) {
             "take", [](Answer& answer, double seconds) { return toTuple(taken(answer, seconds)); }, py::arg("seconds"),
             "What is new since the last call: tokens, a score (log-probability, ((id, log-probability), ...)) for "
             "each, the scores of the prompt's tokens or None, and after the last token (why the answer ended, the "
-            "error, its figures), else None. Waits up to `seconds` for something new.");
+            "error or None, its figures), else None. Waits up to `seconds` for something new.")
+        .def(
+            "take_one",
+            [](Answer& answer, double seconds) {
+                const Answer::News news = takenOne(answer, seconds);
+                py::object token = py::none(), spent = py::none(), ending = py::none();
+                if (!news.tokens.empty()) {
+                    token = py::int_(news.tokens.front().token);
+                    spent = toTuple(news.spent.front());
+                } else if (news.ending) {
+                    ending = toTuple(*news.ending);
+                    spent = toTuple(news.ending->figures.spent);
+                }
+                return py::make_tuple(token, spent, ending);
+            },
+            py::arg("seconds"),
+            "For a reader who stops where it likes: the next token or, after the last one, why the answer ended as "
+            "take() has it. Between them what was spent until then: seconds of the prompt's passes and of steps, "
+            "steps, "
+            "drafted and accepted tokens. All three are None if nothing came.");
 
-    py::class_<Scheduler, std::unique_ptr<Scheduler, DeleteUnlocked>>(m, "Scheduler")
+    py::class_<Scheduler, std::shared_ptr<Scheduler>>(m, "Scheduler")
         .def(py::init([](std::shared_ptr<Engine> engine, double greatestGap, int64_t queue, int64_t running,
                          int64_t statesBytes, int64_t spillBytes, std::string cacheDir, int64_t cacheDirBytes,
                          std::string file, const py::object& notice) {
@@ -123,7 +269,7 @@ void bindScheduler(py::module_& m) {
                  options.directory.notice = noticeOf(notice);
                  options.file = std::move(file);
                  py::gil_scoped_release release;
-                 return std::unique_ptr<Scheduler, DeleteUnlocked>(new Scheduler(std::move(engine), options));
+                 return std::shared_ptr<Scheduler>(new Scheduler(std::move(engine), options), DeleteInItsProcess());
              }),
              py::arg("engine").none(false), py::kw_only(), py::arg("max_gap"), py::arg("queue"), py::arg("running"),
              py::arg("states_bytes"), py::arg("spill_bytes"), py::arg("cache_dir"), py::arg("cache_dir_bytes"),
@@ -152,7 +298,38 @@ void bindScheduler(py::module_& m) {
             py::arg("prompt"), py::arg("params"), py::kw_only(), py::arg("draft"), py::arg("draft_tokens"),
             py::arg("ends"), py::arg("max_tokens"), py::arg("priority"), py::arg("key"), py::arg("salt"),
             py::arg("seconds"), py::arg("arrivals"), py::arg("best"), py::arg("echo"), py::arg("constraint"))
+        .def("logits", &logitsOf, py::arg("engine").none(false), py::arg("tokens"), py::arg("chunks"), py::arg("kind"),
+             "float32 [tokens, vocab]: row i follows token i. chunks: the sizes of the pieces. kind: \"prompt\" or "
+             "\"decode\" rows.")
+        .def("close", &Scheduler::close, py::call_guard<py::gil_scoped_release>())
         .def("counts", [](const Scheduler& scheduler) { return toDict(scheduler.counts()); });
+
+    py::class_<ClientConversation, std::unique_ptr<ClientConversation, DeleteInItsProcess>>(m, "Conversation")
+        .def(py::init([](std::shared_ptr<Scheduler> scheduler, std::string salt) {
+                 return std::unique_ptr<ClientConversation, DeleteInItsProcess>(
+                     new ClientConversation(std::move(scheduler), std::move(salt)));
+             }),
+             py::arg("scheduler").none(false), py::arg("salt"))
+        .def_property_readonly("tokens", &ClientConversation::tokens, "Those that were evaluated and read, in order.")
+        .def("reset", &ClientConversation::reset, "Forgets them, and cancels the request.")
+        .def(
+            "submit",
+            [](const ClientConversation& conversation, std::vector<int32_t> prompt, const SamplingParams& params,
+               const std::string& draft, int32_t draftTokens, std::vector<int32_t> ends,
+               std::optional<int64_t> maxTokens, int64_t ahead) {
+                Request request;
+                request.prompt = std::move(prompt);
+                request.params = params;
+                request.drafts = toDraftOptions(draft, draftTokens);
+                request.ends = std::move(ends);
+                if (maxTokens) request.maxTokens = *maxTokens;
+                request.ahead = ahead;
+                return conversation.submit(std::move(request));
+            },
+            py::arg("prompt"), py::arg("params"), py::kw_only(), py::arg("draft"), py::arg("draft_tokens"),
+            py::arg("ends"), py::arg("max_tokens"), py::arg("ahead"),
+            "Continues `prompt`, which is the whole text so far, and cancels the request before it. Up to `ahead` "
+            "tokens are written before they are read.");
 }
 
 }  // namespace sharpi

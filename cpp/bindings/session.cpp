@@ -4,6 +4,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/delete_unlocked.h"
+#include "bindings/row_kind.h"
 #include "core/error.h"
 #include "engine/session.h"
 
@@ -20,12 +21,6 @@ DraftOptions toDraftOptions(const std::string& source, int32_t tokens) {
 }
 
 namespace {
-
-RowKind toRowKind(const std::string& kind) {
-    if (kind == "prompt") return RowKind::Prompt;
-    if (kind == "decode") return RowKind::Decode;
-    throw Error(ErrorKind::InvalidArgument, "unknown kind of rows '" + kind + "': known are prompt and decode");
-}
 
 Interrupted interruptCheck() {
     return [] {

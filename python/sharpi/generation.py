@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -32,9 +32,10 @@ class Timing:
     """What a generation has cost so far. steps: passes of the model after the prompt's. drafted_tokens: tokens guessed
     for these steps. accepted_tokens: those that the model would have chosen anyway.
 
-    The prompt's pass also gives the first token, whose time counts as the prompt's. generation_seconds is the time of
-    the later steps. decoded_tokens counts the tokens that came from them, including an end token, which takes a step
-    like any other. context_full: a full context ended the answer, and not the model or a limit.
+    The seconds are those of the passes in which the text had part, alone or with others. The prompt's pass also gives
+    the first token, whose time counts as the prompt's. generation_seconds is the time of the later steps, and
+    decoded_tokens counts the tokens that came from them, including an end token, which takes a step like any other.
+    context_full: a full context ended the answer, and not the model or a limit.
     """
 
     prompt_tokens: int = 0
@@ -47,16 +48,6 @@ class Timing:
     accepted_tokens: int = 0
     decoded_tokens: int = 0
     context_full: bool = False
-
-    def after(self, token: int | None, seconds: float, ended: bool, drafts: Sequence[int]) -> Timing:
-        """With one more token, `None` if the context had no room for it: how long it took to get, whether it ends the
-        answer, and the counts of drafts (steps, drafted, accepted) then."""
-        stepped = token is not None and self.generated_tokens > 0
-        steps, drafted, accepted = drafts
-        return replace(self, generated_tokens=self.generated_tokens + (not ended),
-                       decoded_tokens=self.decoded_tokens + stepped,
-                       generation_seconds=self.generation_seconds + (seconds if stepped else 0.0), steps=steps,
-                       drafted_tokens=drafted, accepted_tokens=accepted, context_full=token is None)
 
     def to_dict(self) -> dict[str, Any]:
         """As `Model.stats` has it. A rate is `None` if there is nothing to take it of."""

@@ -10,13 +10,14 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from sharpi import _core, hub
+from sharpi import hub
 from sharpi.errors import InvalidRequestError
 from sharpi.files.gguf import GgufFile
 from sharpi.files.rope import RopeScaling
@@ -169,7 +170,7 @@ class Model(LoadedModel):
                       arguments.token_ids("chunks", chunks, what="numbers of tokens"))
         if arguments.text("kind", kind) not in ROW_KINDS:
             raise InvalidRequestError(f"kind must be {' or '.join(ROW_KINDS)}, not {arguments.shown(kind)}")
-        return _core.Session(self.engine).logits(ids, sizes, kind)
+        return self._scheduler().core.logits(self.engine, ids, sizes, kind)
 
     @takes_generation_options
     def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerationOptions]) -> Generation:
@@ -184,17 +185,21 @@ class Model(LoadedModel):
         return self.session().chat(messages, system=system, thinking=thinking, tools=tools, **options)
 
     def session(self) -> Session:
-        """A new conversation, which keeps its KV cache between calls."""
-        return Session(self)
+        """A new conversation, which keeps its KV cache between calls, as long as nobody else needs the memory."""
+        return Session(self, self._scheduler())
 
     def submit(self, prompt: str | Sequence[int], **options: Unpack[SubmitOptions]) -> Answer:
-        """Continues `prompt` together with all else that is submitted: see `Scheduler.submit`. A scheduler of the
-        model's own begins with the first call, and ends when the model is closed."""
+        """Continues `prompt` together with all else that is asked of the model: see `Scheduler.submit`."""
+        return self._scheduler().submit(prompt, **options)
+
+    def _scheduler(self) -> Scheduler:
+        """The model's own, which serves all but those that `scheduler` makes. It begins with the first request."""
+        _ = self.engine  # raises if the model is closed
         with self._scheduling:
             if self._own_scheduler is None:
-                self._own_scheduler = Scheduler(self, queue=_QUEUE)
-            scheduler = self._own_scheduler
-        return scheduler.submit(prompt, **options)
+                # It does not keep the model alive, which has it.
+                self._own_scheduler = Scheduler(weakref.proxy(self), queue=_QUEUE)
+            return self._own_scheduler
 
     def generate_many(self, prompts: Sequence[str] | Sequence[Sequence[int]],
                       **options: Unpack[SubmitOptions]) -> list[Answer]:
@@ -214,19 +219,20 @@ class Model(LoadedModel):
 
     def close(self) -> None:
         """Releases memory, cancels what was submitted, and writes the expert statistics that were asked for. Sessions
-        that still exist keep the memory until they are gone. Raises `InvalidRequestError` if the statistics can no
-        longer be written."""
+        that still exist keep the memory until they are gone, and what they have begun to generate may end. Raises
+        `InvalidRequestError` if the statistics can no longer be written."""
         with self._scheduling:
             scheduler, self._own_scheduler = self._own_scheduler, None
         if scheduler is not None:
-            scheduler.close()
+            scheduler.retire()
         super().close()
 
     def scheduler(self, *, max_gap: float = 0.2, queue: int = 64, running: int | None = None,
                   states_bytes: int = 1 << 30, spill_bytes: int = 1 << 30,
                   cache_dir: str | os.PathLike[str] | None = None,
                   cache_dir_bytes: int = DEFAULT_CACHE_DIR_BYTES) -> Scheduler:
-        """Serves many requests at once: see `Scheduler`. Close it before the model."""
+        """Serves many requests at once: see `Scheduler`. Close it before the model. Sessions and `submit` have one of
+        their own; the texts of the two do not give way to each other, so use one of them at a time."""
         return Scheduler(self, max_gap=max_gap, queue=queue, running=running, states_bytes=states_bytes,
                          spill_bytes=spill_bytes, cache_dir=cache_dir, cache_dir_bytes=cache_dir_bytes)
 

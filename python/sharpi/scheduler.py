@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from sharpi import _core
 from sharpi.constraints import Constraint
-from sharpi.errors import InvalidRequestError, SharpiError
+from sharpi.errors import InvalidRequestError
 from sharpi.files.identity import weights_identity
 from sharpi.generation import Token
 from sharpi.loading.loaded_model import LoadedModel
@@ -55,7 +55,7 @@ class Answer(Iterator[Token], AsyncIterator[Token]):
         self._watcher = watcher
         self._ready: deque[Token] = deque()
         self._reason: FinishReason | None = None
-        self._error: str | None = None
+        self._error: Exception | None = None
         self._figures: dict[str, Any] = {}
         self._count = 0
         self._ended = False
@@ -84,7 +84,8 @@ class Answer(Iterator[Token], AsyncIterator[Token]):
     def figures(self) -> dict[str, Any]:
         """What the answer has cost, once it has ended: `queued_seconds` until its prompt's turn, `first_token_seconds`
         and `seconds` since it was submitted, `prompt_tokens`, of these `reused_tokens`, `tokens`, `steps`,
-        `drafted_tokens`, `accepted_tokens`, and `pauses`: how often it gave its memory to others."""
+        `drafted_tokens`, `accepted_tokens`, `prompt_seconds` and `generation_seconds` of the passes in which it had
+        part, and `pauses`: how often it gave its memory to others."""
         return dict(self._figures)
 
     @property
@@ -137,7 +138,7 @@ class Answer(Iterator[Token], AsyncIterator[Token]):
             else:
                 await asyncio.to_thread(self._take, _LOOK)
         if not self._ready and self._error is not None:
-            raise SharpiError(self._error)
+            raise self._error
         return bool(self._ready)
 
     def ready(self) -> Token | None:
@@ -160,7 +161,7 @@ class Answer(Iterator[Token], AsyncIterator[Token]):
         if self._ready:
             return self._ready.popleft()
         if self._error is not None:
-            raise SharpiError(self._error)
+            raise self._error
         raise at_end
 
     def _take(self, seconds: float) -> None:
@@ -177,8 +178,7 @@ class Answer(Iterator[Token], AsyncIterator[Token]):
         if ending is not None:
             reason, error, figures = ending
             self._ready.extend(self._text.flush())
-            if reason == "failed":
-                self._error = error
+            self._error = error
             self._end("stop" if self._text.stopped else reason, figures)
 
     def _end(self, reason: Any, figures: dict[str, Any]) -> None:
@@ -334,6 +334,8 @@ class Scheduler:
             cache_dir_bytes=arguments.whole("cache_dir_bytes", cache_dir_bytes),
             file=_identity(model) if folder else "", notice=_log.warning)
         self._watchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Watcher] = weakref.WeakKeyDictionary()
+        self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
+        self._sessions: weakref.WeakSet[object] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._process = os.getpid()
         _open.add(self)
@@ -366,9 +368,7 @@ class Scheduler:
         best, echo = _best(scores), arguments.flag("echo", echo)
         _require_methods(constraint)
         with self._lock:
-            core = self._core
-            if core is None:
-                raise InvalidRequestError("the scheduler is closed")
+            core = self.core
             watcher = self._watcher()
             answer = core.submit(request.ids, request.params, draft=request.drafts[0], draft_tokens=request.drafts[1],
                                  ends=[] if ignore_end else sorted(request.ends), max_tokens=request.max_tokens,
@@ -379,7 +379,9 @@ class Scheduler:
                                  best=best, echo=echo, constraint=constraint)
             if watcher is not None:
                 watcher.watch(answer.number)
-        return Answer(answer, request, watcher, scored=best >= 0)
+            made = Answer(answer, request, watcher, scored=best >= 0)
+            self._answers.add(made)
+        return made
 
     def counts(self) -> dict[str, Any]:
         """What is going on: requests that are `waiting`, `preparing` (their prompts are computed) and `writing`. And
@@ -389,16 +391,40 @@ class Scheduler:
         later requests may find, and requests hold the part `kv_usage` of it, 0 to 1. RAM holds `states_bytes` of copied
         states and `spill_bytes` of copied pages. `spilled_pages` were copied from the cache, and `restored_pages` came
         back; `written_copies` of pages and states went to the directory, and `loaded_copies` came from there."""
+        return self.core.counts()
+
+    @property
+    def core(self) -> _core.Scheduler:
+        """The core's scheduler. Raises `InvalidRequestError` if it is closed, or in a process that was forked after it
+        was made."""
         core = self._core
         if core is None:
             raise InvalidRequestError("the scheduler is closed")
-        return core.counts()
+        if os.getpid() != self._process:
+            raise InvalidRequestError("a model cannot be used in a process that was forked after it was loaded: load it"
+                                      " in that process")
+        return core
+
+    def serve(self, session: object) -> _core.Conversation:
+        """A new conversation for a session. While the session exists, `retire` leaves the scheduler at work."""
+        conversation = _core.Conversation(self.core, "")
+        self._sessions.add(session)
+        return conversation
+
+    def retire(self) -> None:
+        """Closes it, unless there are sessions: then it cancels what was submitted, and ends with the last session."""
+        if not self._sessions:
+            return self.close()
+        for answer in list(self._answers):
+            answer.cancel()
 
     def close(self) -> None:
         """Cancels all requests and gives their memory back. If there is a `cache_dir`, returns once what the cache and
         RAM hold of prompts is written to it."""
         with self._lock:
-            self._core = None
+            core, self._core = self._core, None
+            if core is not None and os.getpid() == self._process:
+                core.close()
             for watcher in self._watchers.values():
                 watcher.close()
 

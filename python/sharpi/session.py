@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sharpi import _core
@@ -18,6 +17,7 @@ from sharpi.generation import Generation, Meter, Timing, Token
 from sharpi.loading.loaded_model import LoadedModel
 from sharpi.reply import Message, Reply, checked_messages, render_prompt, require_template
 from sharpi.request import Asked, TextStream, asked
+from sharpi.scheduler import Scheduler
 from sharpi.settings.arguments import flag, maybe
 from sharpi.settings.generation_options import GenerationOptions, takes_generation_options
 
@@ -29,27 +29,44 @@ __all__ = ["Session"]
 _log = logging.getLogger(__name__)
 
 
-class Session:
-    """A conversation: what was evaluated stays in the KV cache, and the next prompt reuses what it shares with it."""
+# Seconds after which a thread that waits for a token looks whether it was interrupted.
+_LOOK = 0.1
+# Tokens that may be written before they are read: one for the reader to take while the model's step writes the next.
+# With fewer, the model waits for each reader after each step, and sessions in several threads do not share steps.
+_AHEAD = 2
 
-    def __init__(self, model: LoadedModel) -> None:
+
+class Session:
+    """A conversation: what was evaluated stays in the KV cache, and the next prompt reuses what it shares with it.
+
+    Its requests are served by the model's own scheduler, together with those of all other sessions and of
+    `Model.submit`. A session that is not generating keeps nobody from memory: if another request needs it, the text is
+    remembered, and computed again when the session goes on. A generation that nobody reads does no further work.
+    """
+
+    def __init__(self, model: LoadedModel, scheduler: Scheduler) -> None:
+        """`Model.session` makes sessions."""
         self._model = model
-        self._core = _core.Session(model.engine)
-        self._lock = threading.RLock()  # from a look at the turn to what is done in it
-        self._turn = 0  # which generation the core session is at
+        self._scheduler = scheduler
+        self._core = scheduler.serve(self)
+        self._lock = threading.Lock()
+        self._answer: _core.Answer | None = None  # of the generation whose turn it is; the lock guards it
 
     def __repr__(self) -> str:
         return f"<Session of {self._model!r}>"
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens in the KV cache, in order."""
+        """The tokens of the text so far, in order: the last prompt's, and those of its answer that were read, but for
+        the last, which need not have been evaluated."""
+        _ = self._scheduler.core  # raises in a forked process
         return self._core.tokens
 
     def reset(self) -> None:
         """Forgets all tokens. A generation that has begun cannot continue."""
+        _ = self._scheduler.core
         with self._lock:
-            self._turn += 1
+            self._answer = None
             self._core.reset()
 
     @takes_generation_options
@@ -60,7 +77,7 @@ class Session:
         `GenerationOptions` says what the options mean. Raises `InvalidRequestError` at the call.
         """
         request, meter = asked(self._model, prompt, options), Meter(Timing())
-        ids = self._tokens(lambda: self._start(request, meter), request, meter)
+        ids = self._tokens(request, meter)
         return Generation(_closing(ids, TextStream(request.decoder, request.stop)), meter)
 
     @takes_generation_options
@@ -78,39 +95,48 @@ class Session:
         tokens = self._model.tokenize(prompt, add_special=False, parse_special=True)
         return Reply(self.generate(tokens, **options), prompt, require_template(self._model).format)
 
-    def _start(self, request: Asked, meter: Meter) -> int:
-        """Evaluates the prompt; returns the turn that the core session is then at."""
+    def _start(self, request: Asked, meter: Meter) -> _core.Answer:
+        _ = self._scheduler.core
         self._model.note_generation(meter)
         with self._lock:
-            self._turn += 1
-            turn = self._turn
-            started = time.perf_counter()
-            self._core.start(request.ids, request.params, *request.drafts)
-            seconds, reused = time.perf_counter() - started, self._core.reused_tokens
-        meter.timing = Timing(prompt_seconds=seconds, reused_tokens=reused, prompt_tokens=len(request.ids) - reused)
-        return turn
+            self._answer = self._core.submit(
+                request.ids, request.params, draft=request.drafts[0], draft_tokens=request.drafts[1],
+                ends=sorted(request.ends), max_tokens=request.max_tokens, ahead=_AHEAD)
+            return self._answer
 
-    def _tokens(self, start: Callable[[], int], request: Asked, meter: Meter) -> Generator[int, None, None]:
-        turn = start()
+    def _tokens(self, request: Asked, meter: Meter) -> Generator[int, None, None]:
+        answer = self._start(request, meter)
         try:
-            while request.max_tokens is None or meter.timing.generated_tokens < request.max_tokens:
-                with self._lock:
-                    if turn != self._turn:
-                        raise InvalidRequestError("the session was used for something else: this generation cannot go"
-                                                  " on")
-                    started = time.perf_counter()
-                    token = self._core.next()
-                    seconds, ended = time.perf_counter() - started, token is None or token in request.ends
-                    meter.timing = meter.timing.after(token, seconds, ended, self._core.draft_counts)
-                if token is None or ended:
+            while True:
+                token, spent, ending = answer.take_one(_LOOK)
+                if self._answer is not answer:
+                    raise InvalidRequestError("the session was used for something else: this generation cannot go on")
+                if spent is not None:
+                    meter.timing = _timing(meter.timing, request, answer, token, spent, ending)
+                if ending is not None and ending[1] is not None:
+                    raise ending[1]
+                if ending is not None:
                     break
-                yield token
+                if token is not None:
+                    yield token
         finally:
+            answer.cancel()
             done = meter.timing
             _log.debug("%d tokens generated in %.3f s and %d steps, %d of %d drafted tokens accepted, after a prompt of"
                        " %d in %.3f s, %d more kept from before", done.generated_tokens, done.generation_seconds,
                        done.steps, done.accepted_tokens, done.drafted_tokens, done.prompt_tokens, done.prompt_seconds,
                        done.reused_tokens)
+
+
+def _timing(before: Timing, request: Asked, answer: _core.Answer, token: int | None,
+            spent: tuple[float, float, int, int, int], ending: tuple[str, Exception | None, Any] | None) -> Timing:
+    """What the answer has cost with this token, or with its ending. An end token took a step like any other."""
+    reused, reason = answer.reused_tokens, ending[0] if ending else None
+    stepped = before.generated_tokens > 0 and (token is not None or reason == "end")
+    return Timing(prompt_tokens=len(request.ids) - reused, prompt_seconds=spent[0],
+                  generated_tokens=before.generated_tokens + (token is not None), generation_seconds=spent[1],
+                  reused_tokens=reused, steps=spent[2], drafted_tokens=spent[3], accepted_tokens=spent[4],
+                  decoded_tokens=before.decoded_tokens + stepped, context_full=reason == "context")
 
 
 def _closing(ids: Generator[int, None, None], text: TextStream) -> Generator[Token, None, None]:

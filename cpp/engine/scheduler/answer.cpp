@@ -82,10 +82,52 @@ Answer::~Answer() {
 }
 
 Answer::News Answer::take(double seconds) {
-    std::unique_lock<std::mutex> lock(_mutex);
-    _changed.wait_for(lock, std::chrono::duration<double>(seconds),
-                      [&] { return _hasEnded || !_news.tokens.empty() || _news.promptScores; });
-    return std::exchange(_news, {});
+    News news;
+    bool mayGoOn = false;
+    {
+        std::unique_lock<std::mutex> lock(_mutex);
+        _changed.wait_for(lock, std::chrono::duration<double>(seconds),
+                          [&] { return _hasEnded || !_news.tokens.empty() || _news.promptScores; });
+        news = std::exchange(_news, {});
+        mayGoOn = countTaken(news);
+    }
+    if (mayGoOn && _bell) _bell->ring();
+    return news;
+}
+
+Answer::News Answer::takeOne(double seconds) {
+    News news;
+    bool mayGoOn = false;
+    {
+        std::unique_lock<std::mutex> lock(_mutex);
+        _changed.wait_for(lock, std::chrono::duration<double>(seconds),
+                          [&] { return _hasEnded || !_news.tokens.empty(); });
+        if (!_news.tokens.empty()) {
+            news.tokens.push_back(std::move(_news.tokens.front()));
+            news.spent.push_back(_news.spent.front());
+            _news.tokens.erase(_news.tokens.begin());
+            _news.spent.erase(_news.spent.begin());
+        } else {
+            news.ending = std::exchange(_news.ending, std::nullopt);
+        }
+        mayGoOn = countTaken(news);
+    }
+    if (mayGoOn && _bell) _bell->ring();
+    return news;
+}
+
+// The lock must be held. Returns whether the answer waited for its reader, and no longer does.
+bool Answer::countTaken(const News& news) {
+    const bool waited = isBehind();
+    const auto tokens = static_cast<int64_t>(news.tokens.size());
+    _unread -= tokens;
+    _readTokens += tokens + (news.ending && news.ending->finish == Finish::EndToken ? 1 : 0);
+    return waited && !isBehind();
+}
+
+void Answer::cancel() {
+    _isCancelled = true;
+    if (_bell) _bell->ring();
 }
 
 void Answer::setProgress(int64_t computedTokens, int64_t reusedTokens) {
@@ -93,13 +135,17 @@ void Answer::setProgress(int64_t computedTokens, int64_t reusedTokens) {
     _computedTokens = computedTokens;
 }
 
-void Answer::add(std::vector<Chosen> tokens) {
+// If there is no memory for all, none are added.
+void Answer::add(std::vector<Chosen> tokens, const Spent& spent) {
     if (tokens.empty()) return;
     {
         std::lock_guard<std::mutex> lock(_mutex);
         const size_t wanted = _news.tokens.size() + tokens.size();
         if (_news.tokens.capacity() < wanted) _news.tokens.reserve(std::max(wanted, 2 * _news.tokens.capacity()));
+        if (_news.spent.capacity() < wanted) _news.spent.reserve(std::max(wanted, 2 * _news.spent.capacity()));
         std::move(tokens.begin(), tokens.end(), std::back_inserter(_news.tokens));
+        _news.spent.resize(wanted, spent);
+        _unread += static_cast<int64_t>(tokens.size());
     }
     announce();
 }

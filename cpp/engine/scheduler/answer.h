@@ -3,11 +3,13 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <vector>
 
+#include "engine/scheduler/bell.h"
 #include "engine/scheduler/request.h"
 
 namespace sharpi {
@@ -41,14 +43,18 @@ private:
 
 class Answer {
 public:
-    // arrivals: where news is announced, if anybody waits there.
-    Answer(int64_t number, std::shared_ptr<Arrivals> arrivals) : _number(number), _arrivals(std::move(arrivals)) {}
+    // arrivals: where news is announced, if anybody waits there. ahead: see Request. bell: rung when the answer may be
+    // written on, and when nobody wants it any more.
+    Answer(int64_t number, std::shared_ptr<Arrivals> arrivals, int64_t ahead = std::numeric_limits<int64_t>::max(),
+           std::shared_ptr<Bell> bell = nullptr)
+        : _number(number), _arrivals(std::move(arrivals)), _ahead(ahead), _bell(std::move(bell)) {}
     ~Answer();
     Answer(const Answer&) = delete;
     Answer& operator=(const Answer&) = delete;
 
     struct News {
         std::vector<Chosen> tokens;
+        std::vector<Spent> spent;                        // on the answer until each of the tokens came
         std::optional<std::vector<Score>> promptScores;  // of a request with echo: of its prompt, before all tokens
         std::optional<Ending> ending;                    // after the tokens
     };
@@ -56,29 +62,39 @@ public:
     // What is new since the last call. Waits for it, but no longer than `seconds`; once the answer has ended, not at
     // all.
     News take(double seconds);
+    // The same for a reader who counts (see readTokens()): one token, or else the ending.
+    News takeOne(double seconds);
     // The client wants no more. The answer ends at the scheduler's next look.
-    void cancel() { _isCancelled = true; }
+    void cancel();
     bool isCancelled() const { return _isCancelled; }
     // How many of the prompt's tokens the cache has, and how many it had before; final once there are tokens.
     int64_t computedTokens() const { return _computedTokens; }
     int64_t reusedTokens() const { return _reusedTokens; }
 
+    // The tokens that were taken, with the end token, if the answer was taken up to it.
+    int64_t readTokens() const { return _readTokens; }
+
     // For the scheduler.
+    // Whether as many tokens as may be are written ahead of the reader.
+    bool isBehind() const { return _unread >= _ahead; }
     void setProgress(int64_t computedTokens, int64_t reusedTokens);
-    void add(std::vector<Chosen> tokens);
+    void add(std::vector<Chosen> tokens, const Spent& spent);
     void add(const std::vector<Score>& promptScores);
     void end(Ending ending);
 
 private:
     friend class Arrivals;
     void announce();
+    bool countTaken(const News& news);
 
     const int64_t _number;
     const std::shared_ptr<Arrivals> _arrivals;
+    const int64_t _ahead;
+    const std::shared_ptr<Bell> _bell;
     Answer* _next = nullptr;   // in the arrivals' list
     bool _hasArrived = false;  // it is in that list
     std::atomic<bool> _isCancelled{false};
-    std::atomic<int64_t> _computedTokens{0}, _reusedTokens{0};
+    std::atomic<int64_t> _computedTokens{0}, _reusedTokens{0}, _unread{0}, _readTokens{0};
     std::mutex _mutex;
     std::condition_variable _changed;
     News _news;

@@ -3,25 +3,35 @@
 
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "core/error.h"
 #include "engine/texts/continuation.h"
 
 namespace sharpi {
+
+class Conversation;
 
 struct Request {
     std::vector<int32_t> prompt;  // the whole text so far
     SamplingParams params;
     DraftOptions drafts;
-    std::vector<int32_t> ends;                                // the answer ends before one of these tokens
-    int64_t maxTokens = std::numeric_limits<int64_t>::max();  // 0: none, only the prompt's scores
+    std::vector<int32_t> ends;  // the answer ends before one of these tokens
+    // 0: none. Only for the prompt's scores, or in a conversation, whose text the prompt then is.
+    int64_t maxTokens = std::numeric_limits<int64_t>::max();
     AnswerExtras extras;
     int32_t priority = 0;           // higher ones go first, and are paused last
     std::string key;                // of the client; clients take turns, however many requests each has
     std::string salt;               // requests with other salts share nothing that was computed
     std::optional<double> seconds;  // after which the request ends, however far it has come
+    // Tokens that may be written ahead of the reader. An answer that is so far ahead takes part in no step, and others
+    // may have its memory: it is then computed again when it is read.
+    int64_t ahead = std::numeric_limits<int64_t>::max();
+    // The request continues its text, and its salt counts. The conversation's request before it is cancelled.
+    std::shared_ptr<Conversation> conversation;
 };
 
 // Why an answer ended.
@@ -35,6 +45,13 @@ enum class Finish {
 };
 const char* finishName(Finish finish);
 
+// The time of the passes in which a text had part, and what its drafts gave.
+struct Spent {
+    double promptSeconds = 0;  // of those over its prompt
+    double stepSeconds = 0;    // of its steps, and of computing again what it had lost since
+    DraftCounts drafts;
+};
+
 struct RequestFigures {
     double queuedSeconds = 0;      // until its prompt's first piece
     double firstTokenSeconds = 0;  // from the request to its first token; 0: it has none
@@ -43,13 +60,14 @@ struct RequestFigures {
     int64_t reusedTokens = 0;  // of the prompt, found in the cache
     int64_t tokens = 0;        // of the answer
     int64_t pauses = 0;        // times that it gave its memory to others
-    DraftCounts drafts;
+    Spent spent;
 };
 
 struct Ending {
     Finish finish = Finish::EndToken;
-    std::string error;  // for Failed
-    RequestFigures figures;
+    std::string error = {};              // for Failed
+    std::optional<ErrorKind> kind = {};  // of that error, if it has one
+    RequestFigures figures = {};
 };
 
 }  // namespace sharpi

@@ -2,6 +2,7 @@
 #include "engine/scheduler/scheduler.h"
 
 #include <algorithm>
+#include <limits>
 #include <new>
 #include <string>
 #include <tuple>
@@ -17,9 +18,11 @@ namespace sharpi {
 
 namespace {
 
-// Texts of ended requests that are kept for prompts that begin alike.
-constexpr size_t kMostIdle = 64;
-// How long the thread waits before it looks again if memory is held by sessions that are not its own.
+using Entry = Scheduler::Entry;
+using Entries = Scheduler::Entries;
+using State = Scheduler::State;
+
+// How long the thread waits before it looks again if memory is held by texts that are not its own.
 constexpr auto kPatience = std::chrono::milliseconds(5);
 // A step has at most this many rows if answers draft: more rows cost more than right guesses gain.
 constexpr int64_t kDraftRows = 16;
@@ -44,6 +47,14 @@ std::string textOf(const std::exception& error) {
     } catch (const std::bad_alloc&) {
         return noMemory;
     }
+}
+
+Ending failure(const std::exception& error) {
+    Ending ending{Finish::Failed, textOf(error)};
+    const auto* known = dynamic_cast<const Error*>(&error);
+    if (known) ending.kind = known->kind();
+    else if (isOutOfMemory(error)) ending.kind = ErrorKind::OutOfMemory;
+    return ending;
 }
 
 // Whether layers have states or windows. Then shared pages do not hold all of a text.
@@ -102,7 +113,8 @@ void check(const Request& request, const SequenceLimits& limits) {
                                                     " tokens, the context holds " + std::to_string(limits.context) +
                                                     ": shorten it or ask for a larger context");
     }
-    if (request.maxTokens < (request.extras.echo ? 0 : 1))
+    if (request.ahead < 1) throw Error(ErrorKind::InvalidArgument, "an answer is written ahead of its reader");
+    if (request.maxTokens < (request.extras.echo || request.conversation ? 0 : 1))
         throw Error(ErrorKind::InvalidArgument,
                     "an answer has at least one token, unless the prompt's scores are asked");
     if (request.extras.best < -1 || request.extras.best > kMostBest) {
@@ -111,6 +123,46 @@ void check(const Request& request, const SequenceLimits& limits) {
     }
     if (request.seconds && !(*request.seconds > 0))
         throw Error(ErrorKind::InvalidArgument, "a request needs more than 0 seconds");
+}
+
+// Whether a request may go on: its reader is not behind.
+bool isWanted(const Entry& entry) { return !entry.hasEnded && !entry.answer->isBehind(); }
+
+int64_t countOf(const Entries& entries, State state) {
+    return std::count_if(entries.begin(), entries.end(),
+                         [&](const auto& entry) { return isWanted(*entry) && entry->state == state; });
+}
+
+int64_t runningOf(const Entries& entries) {
+    return countOf(entries, State::Preparing) + countOf(entries, State::Writing);
+}
+
+void countStates(const Entries& entries, SchedulerCounts& counts) {
+    counts.waiting = countOf(entries, State::Waiting);
+    counts.preparing = countOf(entries, State::Preparing);
+    counts.writing = countOf(entries, State::Writing);
+}
+
+// Whether a later request of its conversation has come.
+bool isOutdated(const Entry& entry) {
+    const auto& conversation = entry.request.conversation;
+    return conversation && conversation->latest() != entry.answer->number();
+}
+
+// Whether the thread has to look at a request.
+bool needsALook(const Entry& entry) {
+    return !entry.answer->isBehind() || entry.answer->isCancelled() || isOutdated(entry);
+}
+
+constexpr const char* kClosed = "the scheduler is closed";
+
+// Never throws.
+std::exception_ptr closedError() {
+    try {
+        throw Error(ErrorKind::InvalidArgument, kClosed);
+    } catch (...) {
+        return std::current_exception();
+    }
 }
 
 }  // namespace
@@ -128,13 +180,16 @@ Scheduler::Scheduler(std::shared_ptr<Engine> engine, const SchedulerOptions& opt
     _thread = std::thread([this] { work(); });
 }
 
-Scheduler::~Scheduler() {
+Scheduler::~Scheduler() { close(); }
+
+void Scheduler::close() {
     {
-        std::lock_guard<std::mutex> lock(_mutex);
+        std::lock_guard<std::mutex> lock(_bell->mutex);
         _isEnding = true;
     }
-    _changed.notify_all();
-    _thread.join();
+    _bell->rung.notify_all();
+    const std::lock_guard<std::mutex> lock(_closing);
+    if (_thread.joinable()) _thread.join();
 }
 
 std::shared_ptr<Answer> Scheduler::submit(Request request, std::shared_ptr<Arrivals> arrivals) {
@@ -143,37 +198,59 @@ std::shared_ptr<Answer> Scheduler::submit(Request request, std::shared_ptr<Arriv
     entry->submitted = Clock::now();
     std::sort(request.ends.begin(), request.ends.end());
     entry->figures.promptTokens = static_cast<int64_t>(request.prompt.size());
+    if (request.conversation) request.salt = request.conversation->salt();
     entry->request = std::move(request);
-    std::lock_guard<std::mutex> lock(_mutex);
+    std::lock_guard<std::mutex> lock(_bell->mutex);
+    if (_isEnding) throw Error(ErrorKind::InvalidArgument, kClosed);
     const int64_t waiting = _counts.waiting + static_cast<int64_t>(_submitted.size());
     if (waiting >= _options.queue) {
         ++_counts.refused;
         throw Error(ErrorKind::Busy, std::to_string(waiting) + " requests are waiting, and the queue has room for " +
                                          std::to_string(_options.queue) + ": try again later");
     }
-    entry->answer = std::make_shared<Answer>(_numbers++, std::move(arrivals));
+    entry->answer = std::make_shared<Answer>(_numbers++, std::move(arrivals), entry->request.ahead, _bell);
     std::shared_ptr<Answer> answer = entry->answer;
     _submitted.push_back(std::move(entry));
-    _changed.notify_all();
+    _bell->rung.notify_all();
     return answer;
 }
 
+std::shared_ptr<Task> Scheduler::perform(std::function<bool()> piece) {
+    auto task = std::make_shared<Task>(std::move(piece));
+    std::lock_guard<std::mutex> lock(_bell->mutex);
+    if (_isEnding) throw Error(ErrorKind::InvalidArgument, kClosed);
+    _tasks.push_back(task);
+    _bell->rung.notify_all();
+    return task;
+}
+
+std::shared_ptr<Task> Scheduler::readTokens(std::shared_ptr<const Conversation> conversation,
+                                            std::vector<int32_t>& tokens) {
+    return perform([this, conversation = std::move(conversation), &tokens] {
+        const Continuation* text = conversation->kept();
+        for (const auto& entry : _entries)
+            if (entry->request.conversation == conversation && entry->text) text = entry->text.get();
+        tokens = conversation->tokens(text);
+        return true;
+    });
+}
+
+std::shared_ptr<Task> Scheduler::forget(std::shared_ptr<Conversation> conversation) {
+    return perform([this, conversation = std::move(conversation)] {
+        for (const auto& entry : _entries)
+            if (entry->request.conversation == conversation) finish(*entry, {Finish::Cancelled});
+        removeFinished();
+        _kept.remove(*conversation);
+        noteShared();
+        return true;
+    });
+}
+
 SchedulerCounts Scheduler::counts() const {
-    std::lock_guard<std::mutex> lock(_mutex);
+    std::lock_guard<std::mutex> lock(_bell->mutex);
     SchedulerCounts counts = _counts;
     counts.waiting += static_cast<int64_t>(_submitted.size());
     return counts;
-}
-
-int64_t Scheduler::count(State state) const {
-    return std::count_if(_entries.begin(), _entries.end(),
-                         [&](const auto& entry) { return !entry->hasEnded && entry->state == state; });
-}
-
-void Scheduler::countStates(SchedulerCounts& counts) const {
-    counts.waiting = count(State::Waiting);
-    counts.preparing = count(State::Preparing);
-    counts.writing = count(State::Writing);
 }
 
 void Scheduler::noteShared() {
@@ -183,14 +260,14 @@ void Scheduler::noteShared() {
         const PagePool& pool = model.kv().pool(0);
         return std::tuple(sharing.pages(), pool.freePages(), pool.pages().count(), sharing.storeCounts());
     }();
-    std::lock_guard<std::mutex> lock(_mutex);
+    std::lock_guard<std::mutex> lock(_bell->mutex);
     _counts.sharedPages = pages;
     _counts.cacheUsed = 1.0 - static_cast<double>(free) / static_cast<double>(std::max<int64_t>(all, 1));
     _counts.spill = spill;
 }
 
 template <typename Change> void Scheduler::note(const Change& change) {
-    std::lock_guard<std::mutex> lock(_mutex);
+    std::lock_guard<std::mutex> lock(_bell->mutex);
     change(_counts);
 }
 
@@ -206,50 +283,102 @@ void Scheduler::work() {
             tries = 0;
         } catch (const std::exception& error) {
             if (!isOutOfMemory(error) || ++tries == kMostTries) {
-                for (const auto& entry : _entries) finish(*entry, Finish::Failed, textOf(error));
+                for (const auto& entry : _entries) finish(*entry, failure(error));
                 tries = 0;
             }
             std::this_thread::sleep_for(kPatience);
         }
     }
-    for (const auto& entry : _entries) finish(*entry, Finish::Cancelled);
+    for (const auto& entry : _entries) finish(*entry, {Finish::Cancelled});
     _entries.clear();
-    _idle.clear();
+    _kept.clear();
+    for (const auto& task : _tasks) task->end(closedError());  // nobody adds any more
+    _tasks.clear();
     KvSharing(_engine->runner().lock().kv()).forget(_store);
 }
 
 void Scheduler::takeTurn() {
     endOverdue();
-    bool worked = false;
-    if (count(State::Writing) == 0 || !_pace.answersAreDue()) {
-        const int64_t rows = _pace.pieceRows(count(State::Writing) > 0);
+    bool worked = doTask();
+    const bool writes = countOf(_entries, State::Writing) > 0;
+    if (!writes || !_pace.answersAreDue()) {
+        const int64_t rows = _pace.pieceRows(writes);
         const std::vector<Entry*> group = prompts(rows);
-        worked = !group.empty();
-        if (worked) prepare(group, rows);
+        if (!group.empty()) prepare(group, rows);
+        worked = worked || !group.empty();
     }
     worked = write() || worked;
     removeFinished();
-    if (!worked && !_entries.empty()) std::this_thread::sleep_for(kPatience);
+    const bool waits = std::any_of(_entries.begin(), _entries.end(), [](const auto& e) { return isWanted(*e); });
+    if (!worked && waits) std::this_thread::sleep_for(kPatience);
 }
 
 // Takes what was submitted; waits for it if there is nothing else to do. Returns whether there is work.
 bool Scheduler::collect() {
-    std::unique_lock<std::mutex> lock(_mutex);
-    _changed.wait(lock, [&] { return _isEnding || !_submitted.empty() || !_entries.empty(); });
+    std::unique_lock<std::mutex> lock(_bell->mutex);
+    const auto hasWork = [&] {
+        return _isEnding || !_submitted.empty() || !_tasks.empty() ||
+               std::any_of(_entries.begin(), _entries.end(), [](const auto& entry) { return needsALook(*entry); });
+    };
+    auto until = Clock::time_point::max();
+    for (const auto& entry : _entries) {
+        if (!entry->request.seconds) continue;
+        const std::chrono::duration<double> allowed(std::min(*entry->request.seconds, 1e9));
+        until = std::min(until, entry->submitted + std::chrono::duration_cast<Clock::duration>(allowed));
+    }
+    if (until == Clock::time_point::max()) _bell->rung.wait(lock, hasWork);
+    else _bell->rung.wait_until(lock, until, hasWork);
     _entries.reserve(_entries.size() + _submitted.size());
-    std::move(_submitted.begin(), _submitted.end(), std::back_inserter(_entries));
+    _kept.reserve(_submitted.size());
+    for (auto& entry : _submitted) {
+        if (const auto& conversation = entry->request.conversation) {
+            conversation->setLatest(entry->answer->number());
+            _kept.add(conversation);
+        }
+        _entries.push_back(std::move(entry));
+    }
     _submitted.clear();
-    countStates(_counts);
+    countStates(_entries, _counts);
     return !_isEnding;
 }
 
 void Scheduler::endOverdue() {
     for (const auto& entry : _entries) {
-        if (entry->answer->isCancelled()) finish(*entry, Finish::Cancelled);
+        if (entry->answer->isCancelled() || isOutdated(*entry)) finish(*entry, {Finish::Cancelled});
         else if (entry->request.seconds && since(entry->submitted) > *entry->request.seconds)
-            finish(*entry, Finish::TimeOut);
+            finish(*entry, {Finish::TimeOut});
     }
     removeFinished();
+}
+
+// Does a piece of the first task, however many requests must be paused for it. Returns whether there is one.
+bool Scheduler::doTask() {
+    std::shared_ptr<Task> task;
+    {
+        std::lock_guard<std::mutex> lock(_bell->mutex);
+        if (_tasks.empty()) return false;
+        task = _tasks.front();
+    }
+    bool isOver = task->isCancelled();
+    std::exception_ptr failed;
+    while (!isOver) {
+        try {
+            isOver = task->doPiece();
+            break;
+        } catch (const std::exception& error) {
+            if (isOutOfMemory(error) && makeRoom(1)) continue;
+            failed = std::current_exception();
+            isOver = true;
+        }
+    }
+    _isTaskUnderWay = !isOver;
+    if (!isOver) return true;
+    {
+        std::lock_guard<std::mutex> lock(_bell->mutex);
+        _tasks.erase(_tasks.begin());
+    }
+    task->end(failed);
+    return true;
 }
 
 // Of the requests whose prompt is not computed: the one with the highest priority; of these, one whose client has the
@@ -258,7 +387,7 @@ void Scheduler::endOverdue() {
 Scheduler::Entry* Scheduler::nextToPrepare(const std::vector<Entry*>& taken, int64_t promisedPages) {
     const auto served = [&](const std::string& key) {
         return std::count_if(_entries.begin(), _entries.end(), [&](const auto& entry) {
-            return entry->state != State::Waiting && entry->request.key == key;
+            return isWanted(*entry) && entry->state != State::Waiting && entry->request.key == key;
         });
     };
     const auto rank = [&](const Entry& entry) {
@@ -275,58 +404,51 @@ Scheduler::Entry* Scheduler::nextToPrepare(const std::vector<Entry*>& taken, int
         }
         return best;
     };
-    Entry* best = bestOf([](const Entry& entry) { return entry.state != State::Writing && !entry.hasEnded; });
+    const auto mayBegin = [](const Entry& entry) {
+        const auto& conversation = entry.request.conversation;
+        return entry.text || !conversation || !conversation->isBusy();
+    };
+    Entry* best =
+        bestOf([&](const Entry& entry) { return isWanted(entry) && entry.state != State::Writing && mayBegin(entry); });
     if (!best || best->state != State::Waiting || admit(*best, promisedPages)) return best;
-    return bestOf([](const Entry& entry) { return entry.state == State::Preparing && !entry.hasEnded; });
+    return bestOf([](const Entry& entry) { return isWanted(entry) && entry.state == State::Preparing; });
 }
 
 // Lets a request take memory, if there is enough beside that of the others. Of the texts that nobody uses, that
 // which holds most of its prompt becomes the request's, and others give way. promisedPages: that others will take.
 bool Scheduler::admit(Entry& entry, int64_t promisedPages) {
-    const int64_t running = static_cast<int64_t>(_entries.size()) - count(State::Waiting);
-    if (running >= _mostRunning) return false;
-    const bool echo = entry.request.extras.echo;  // computes its whole prompt
-    const bool hasMatch = !entry.text && !echo && bringMatchToEnd(entry.request);
-    const Continuation* own = hasMatch ? _idle.back().get() : entry.text.get();
-    const int64_t tokens = std::max<int64_t>(own ? static_cast<int64_t>(own->tokens().size()) : 0,
-                                             static_cast<int64_t>(entry.request.prompt.size()));
+    const int64_t running = runningOf(_entries);
+    if (running >= _mostRunning || (_isTaskUnderWay && entry.figures.pauses > 0)) return false;
+    const Request& request = entry.request;
+    const auto& conversation = request.conversation;
+    const bool echo = request.extras.echo;  // computes its whole prompt
+    const Continuation* own = entry.text.get();
+    if (!own && conversation) own = conversation->kept();
+    const Continuation* const match = own || echo ? nullptr : _kept.match(request.salt, request.prompt);
+    if (!own) own = match;
+    const auto size = static_cast<int64_t>(request.prompt.size());
+    const int64_t tokens = std::max(entry.text ? static_cast<int64_t>(own->tokens().size()) : 0, size);
     const int64_t spare = int64_t{1} << std::min<int64_t>(entry.figures.pauses, kMostSpareDoublings);
     const int64_t wanted = PagePool::pagesFor(tokens + 1) + (running > 0 ? spare : 0) + promisedPages;
     const auto fits = [&] {
-        const Request& request = entry.request;
         const int64_t held = own ? own->held().cachedTokens() / PagePool::kPageTokens : 0;
         const LockedModel model = _engine->runner().lock();
-        const auto size = static_cast<int64_t>(request.prompt.size());
         const int64_t shared = echo ? 0 : KvSharing(model.kv()).pagesInUse({request.salt, request.prompt.data(), size});
         return model.kv().freePages() + held + shared >= wanted;
     };
-    const auto fitsWindows = [&] {
-        return own || hasWindowRoom(_engine->runner().lock().kv(), static_cast<int64_t>(entry.request.prompt.size()));
-    };
-    while (!(fits() && fitsWindows()) && _idle.size() > (hasMatch ? 1U : 0U)) _idle.erase(_idle.begin());
+    const auto fitsWindows = [&] { return own || hasWindowRoom(_engine->runner().lock().kv(), size); };
+    while (!(fits() && fitsWindows()) && makeRoom(std::numeric_limits<int64_t>::max(), own)) {
+    }
     if (running > 0 && !fits()) return false;
-    if (hasMatch) {
-        entry.text = std::move(_idle.back());
-        _idle.pop_back();
-    } else if (!entry.text) {
-        entry.text = std::make_unique<Continuation>(_engine, entry.request.salt);
+    if (!entry.text) {
+        std::unique_ptr<Continuation> text = match ? _kept.take(match) : nullptr;
+        if (conversation && conversation->kept()) text = conversation->lend();
+        if (!text) text = std::make_unique<Continuation>(_engine, request.salt);
+        if (conversation) conversation->setBusy();
+        entry.text = std::move(text);
     }
-    if (entry.figures.pauses == 0) entry.figures.queuedSeconds = since(entry.submitted);
+    if (!entry.hasBegun) entry.figures.queuedSeconds = since(entry.submitted);
     entry.state = State::Preparing;
-    return true;
-}
-
-// Moves the idle text that holds most of the prompt to the end of the list. Returns whether one holds any of it.
-bool Scheduler::bringMatchToEnd(const Request& request) {
-    auto best = _idle.end();
-    int64_t most = 0;
-    for (auto at = _idle.begin(); at != _idle.end(); ++at) {
-        if ((*at)->held().salt() != request.salt) continue;
-        const int64_t reusable = (*at)->reusable(request.prompt);
-        if (reusable > most) best = at, most = reusable;
-    }
-    if (best == _idle.end()) return false;
-    std::rotate(best, best + 1, _idle.end());
     return true;
 }
 
@@ -366,13 +488,15 @@ bool Scheduler::begin(Entry& entry) {
     try {
         if (!entry.hasBegun)
             text.begin(entry.request.prompt, entry.request.params, entry.request.drafts, entry.request.extras);
+        if (!entry.hasBegun && entry.request.conversation)
+            entry.request.conversation->follow(entry.answer, entry.figures.promptTokens);
         entry.hasBegun = true;
         const int64_t before = text.held().adoptedTokens();
         text.adoptPrompt();
         note([&](SchedulerCounts& counts) { counts.adoptedTokens += text.held().adoptedTokens() - before; });
     } catch (const std::exception& error) {
         if (entry.hasBegun && isOutOfMemory(error)) return true;  // it is computed instead
-        finish(entry, Finish::Failed, textOf(error));
+        finish(entry, failure(error));
         return false;
     }
     return true;
@@ -406,38 +530,39 @@ void Scheduler::prepare(const std::vector<Entry*>& group, int64_t rows) {
             entry.figures.reusedTokens = entry.text->reusedTokens();
             const int64_t prompt = entry.figures.promptTokens;
             entry.answer->setProgress(std::min(entry.text->held().size(), prompt), entry.figures.reusedTokens);
-            if (isDone[i]) startWriting(entry);
+            Spent& spent = entry.figures.spent;
+            (entry.hasPrompt ? spent.stepSeconds : spent.promptSeconds) += seconds;
+            if (!isDone[i]) continue;
+            if (!entry.hasPrompt && entry.text->promptScores()) entry.answer->add(*entry.text->promptScores());
+            entry.hasPrompt = true;
+            entry.state = State::Writing;
+            if (entry.request.maxTokens == 0) finish(entry, {Finish::Length});
         }
     } catch (const std::exception& error) {
         if (isOutOfMemory(error) && group.size() > 1) return prepare({group.front()}, rows);
-        if (isOutOfMemory(error) && makeRoom()) return;
-        for (Entry* entry : group) finish(*entry, Finish::Failed, textOf(error));
+        if (isOutOfMemory(error) && (makeRoom() || _isTaskUnderWay)) return;
+        for (Entry* entry : group) finish(*entry, failure(error));
     }
-}
-
-void Scheduler::startWriting(Entry& entry) {
-    if (!entry.hasScores && entry.text->promptScores()) entry.answer->add(*entry.text->promptScores());
-    entry.hasScores = true;
-    entry.state = State::Writing;
-    if (entry.request.maxTokens == 0) finish(entry, Finish::Length);
 }
 
 // A step for all answers that are being written. Returns whether there are any.
 bool Scheduler::write() {
     std::vector<Entry*> writing;
     std::vector<Continuation*> texts;
+    std::vector<bool> steps;  // whether a text has part in the step
     for (const auto& entry : _entries) {
-        if (entry->state != State::Writing || entry->hasEnded) continue;
+        if (entry->state != State::Writing || !isWanted(*entry)) continue;
         writing.push_back(entry.get());
         texts.push_back(entry->text.get());
+        steps.push_back(entry->text->chosen().empty());
     }
     if (writing.empty()) return false;
     const Clock::time_point started = Clock::now();
     try {
         stepTogether(texts, std::max<int64_t>(kDraftRows / static_cast<int64_t>(texts.size()) - 1, 0));
     } catch (const std::exception& error) {
-        if (isOutOfMemory(error) && makeRoom()) return true;
-        for (Entry* entry : writing) finish(*entry, Finish::Failed, textOf(error));
+        if (isOutOfMemory(error) && (makeRoom() || _isTaskUnderWay)) return true;
+        for (Entry* entry : writing) finish(*entry, failure(error));
         return true;
     }
     const double seconds = since(started);
@@ -448,11 +573,14 @@ bool Scheduler::write() {
         counts.stepSeconds += seconds;
         for (const Continuation* text : texts) counts.stepTokens += static_cast<int64_t>(text->chosen().size());
     });
-    for (Entry* entry : writing) {
+    for (size_t i = 0; i < writing.size(); ++i) {
+        Spent& spent = writing[i]->figures.spent;
+        if (steps[i]) spent.stepSeconds += seconds;
+        spent.drafts = texts[i]->held().running().drafter.counts();
         try {
-            hand(*entry);
+            hand(*writing[i]);
         } catch (const std::exception& error) {
-            finish(*entry, Finish::Failed, textOf(error));
+            finish(*writing[i], failure(error));
         }
     }
     return true;
@@ -462,74 +590,80 @@ bool Scheduler::write() {
 void Scheduler::hand(Entry& entry) {
     std::vector<Chosen> tokens = entry.text->hand(SIZE_MAX);
     const ConstraintFollower& constraint = entry.text->held().running().constraint;
-    if (!constraint.failure().empty()) return finish(entry, Finish::Failed, constraint.failure());
+    if (!constraint.failure().empty()) return finish(entry, {Finish::Failed, constraint.failure()});
     const Request& request = entry.request;
-    std::optional<Finish> ended;
-    std::string error;
-    if (tokens.empty()) ended = Finish::Context;
+    std::optional<Ending> ended;
+    if (tokens.empty()) ended = Ending{Finish::Context};
     size_t handed = 0;
     for (; handed < tokens.size() && !ended; ++handed) {
         const int32_t token = tokens[handed].token;
         if (token < 0) {
-            ended = Finish::Failed;
-            error = kNoTokenMayBeChosen;
+            ended = Ending{Finish::Failed, kNoTokenMayBeChosen, ErrorKind::InvalidArgument};
             break;
         }
         if (std::binary_search(request.ends.begin(), request.ends.end(), token)) {
-            ended = Finish::EndToken;
+            ended = Ending{Finish::EndToken};
             break;
         }
-        if (++entry.figures.tokens == request.maxTokens) ended = Finish::Length;
+        if (++entry.figures.tokens == request.maxTokens) ended = Ending{Finish::Length};
     }
-    if (constraint.hasEnded() && handed == tokens.size()) ended = Finish::EndToken;
+    if (constraint.hasEnded() && handed == tokens.size()) ended = Ending{Finish::EndToken};
     tokens.resize(handed);
     if (entry.figures.firstTokenSeconds == 0) entry.figures.firstTokenSeconds = since(entry.submitted);
-    entry.answer->add(std::move(tokens));
-    if (ended) finish(entry, *ended, error);
+    entry.answer->add(std::move(tokens), entry.figures.spent);
+    if (ended) finish(entry, std::move(*ended));
 }
 
-void Scheduler::finish(Entry& entry, Finish finish, std::string error) {
+void Scheduler::finish(Entry& entry, Ending ending) {
     if (entry.hasEnded) return;
     entry.hasEnded = true;
     entry.figures.seconds = since(entry.submitted);
-    if (entry.text) entry.figures.drafts = entry.text->held().running().drafter.counts();
+    if (entry.text && entry.hasBegun) entry.figures.spent.drafts = entry.text->held().running().drafter.counts();
     note([&](SchedulerCounts& counts) {
         ++counts.finished;
-        countStates(counts);
+        countStates(_entries, counts);
     });
     entry.request.extras = {};
     if (entry.text) entry.text->endAnswer();
-    entry.answer->end({finish, std::move(error), entry.figures});
+    ending.figures = entry.figures;
+    entry.answer->end(std::move(ending));
 }
 
 // What requests that have ended leave in the cache stays, so that a prompt that continues it need not compute it again:
-// their shared pages and, if these do not hold all of a text, the texts.
+// their shared pages and, if these do not hold all of a text, the texts. A conversation has its text back.
 void Scheduler::removeFinished() {
-    if (_keepsTexts) _idle.reserve(_idle.size() + _entries.size());  // so that no text is moved unless all are
-    for (const auto& entry : _entries)
-        if (entry->hasEnded && entry->hasBegun && _keepsTexts) _idle.push_back(std::move(entry->text));
+    _kept.reserve(_entries.size());  // so that no text is moved unless all are
+    for (const auto& entry : _entries) {
+        if (!entry->hasEnded || !entry->text) continue;
+        if (const auto& conversation = entry->request.conversation) {
+            conversation->giveBack(std::move(entry->text));
+            _kept.use(*conversation);
+        } else if (entry->hasBegun && _keepsTexts) {
+            _kept.keep(std::move(entry->text));
+        }
+    }
     const auto hasEnded = [](const auto& entry) { return entry->hasEnded; };
     const size_t before = _entries.size();
     _entries.erase(std::remove_if(_entries.begin(), _entries.end(), hasEnded), _entries.end());
-    while (_idle.size() > kMostIdle) _idle.erase(_idle.begin());
     if (_entries.size() < before) noteShared();
 }
 
-// Frees memory of the cache: that of an idle text, or of the running request that came last among those with the
-// lowest priority. That one goes on later, from where it was. Returns false if only one request runs.
-bool Scheduler::makeRoom() {
-    if (!_idle.empty()) {
-        _idle.erase(_idle.begin());
-        return true;
-    }
+// Frees memory of the cache: that of a text that no request works at, but for `except`, or of one whose reader is
+// behind, or, if at least so many requests run, of the running one that came last among those with the lowest priority.
+// A request goes on later, from where it was. Returns false if there is none of these.
+bool Scheduler::makeRoom(int64_t leastRunning, const Continuation* except) {
+    if (_kept.giveWay(except)) return true;
     Entry* last = nullptr;
-    int64_t running = 0;
     for (const auto& entry : _entries) {
         if (entry->state == State::Waiting || entry->hasEnded) continue;
-        ++running;
+        if (entry->answer->isBehind()) {
+            entry->text->setAside();
+            entry->state = State::Waiting;
+            return true;
+        }
         if (!last || entry->request.priority <= last->request.priority) last = entry.get();
     }
-    if (running < 2) return false;
+    if (!last || runningOf(_entries) < leastRunning) return false;
     last->text->setAside();
     last->state = State::Waiting;
     ++last->figures.pauses;

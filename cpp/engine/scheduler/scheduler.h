@@ -4,7 +4,7 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -12,7 +12,10 @@
 #include <vector>
 
 #include "engine/scheduler/answer.h"
+#include "engine/scheduler/conversation.h"
+#include "engine/scheduler/kept_texts.h"
 #include "engine/scheduler/pace.h"
+#include "engine/scheduler/task.h"
 #include "engine/texts/continuation.h"
 #include "memory/spill/prefix_store.h"
 
@@ -47,7 +50,6 @@ struct SchedulerCounts {
 class Scheduler {
 public:
     Scheduler(std::shared_ptr<Engine> engine, const SchedulerOptions& options);
-    // Cancels all requests.
     ~Scheduler();
     Scheduler(const Scheduler&) = delete;
     Scheduler& operator=(const Scheduler&) = delete;
@@ -55,11 +57,18 @@ public:
     // Any thread may call it. Throws Error(InvalidArgument) for a request that can never be served, and Error(Busy) if
     // the queue is full. arrivals: where the answer's news is announced, if anybody waits there.
     std::shared_ptr<Answer> submit(Request request, std::shared_ptr<Arrivals> arrivals = nullptr);
+    // Has work done between passes, one piece in each turn. For all of it other requests may be paused.
+    std::shared_ptr<Task> perform(std::function<bool()> piece);
+    // Finds out a conversation's tokens: those that were evaluated and read. `tokens` must live until the task is over.
+    std::shared_ptr<Task> readTokens(std::shared_ptr<const Conversation> conversation, std::vector<int32_t>& tokens);
+    // Cancels a conversation's request and forgets its text. It can begin anew.
+    std::shared_ptr<Task> forget(std::shared_ptr<Conversation> conversation);
+    // Cancels all requests, and waits until the thread has ended. Any thread but that one may call it.
+    void close();
     SchedulerCounts counts() const;
 
     using Clock = std::chrono::steady_clock;
 
-private:
     enum class State { Waiting, Preparing, Writing };
     // A request on its way. Waiting ones hold no memory of the cache: they are new, or were paused.
     struct Entry {
@@ -68,31 +77,29 @@ private:
         std::unique_ptr<Continuation> text;  // none: new
         State state = State::Waiting;
         bool hasBegun = false;   // the text has its prompt
-        bool hasScores = false;  // the answer has those of the prompt, if they are wanted
+        bool hasPrompt = false;  // which was computed once
         bool hasEnded = false;
         Clock::time_point submitted;
         RequestFigures figures;
     };
     using Entries = std::vector<std::unique_ptr<Entry>>;
 
+private:
     void work();
     void takeTurn();
     bool collect();
     void endOverdue();
+    bool doTask();
     Entry* nextToPrepare(const std::vector<Entry*>& taken, int64_t promisedPages);
     bool admit(Entry& entry, int64_t promisedPages);
-    bool bringMatchToEnd(const Request& request);
     bool begin(Entry& entry);
     std::vector<Entry*> prompts(int64_t rows);
     void prepare(const std::vector<Entry*>& group, int64_t rows);
-    void startWriting(Entry& entry);
     bool write();
     void hand(Entry& entry);
-    void finish(Entry& entry, Finish finish, std::string error = "");
+    void finish(Entry& entry, Ending ending);
     void removeFinished();
-    bool makeRoom();
-    int64_t count(State state) const;
-    void countStates(SchedulerCounts& counts) const;
+    bool makeRoom(int64_t leastRunning = 2, const Continuation* except = nullptr);
     void noteShared();
     template <typename Change> void note(const Change& change);
 
@@ -102,17 +109,19 @@ private:
     const bool _keepsTexts;  // of requests that have ended
     uint64_t _store = 0;     // its number (PrefixStore::open)
 
-    mutable std::mutex _mutex;  // guards the following
-    std::condition_variable _changed;
+    const std::shared_ptr<Bell> _bell = std::make_shared<Bell>();  // its mutex guards the following
     Entries _submitted;
+    std::vector<std::shared_ptr<Task>> _tasks;  // the first one is being done
     SchedulerCounts _counts;
     int64_t _numbers = 0;
     bool _isEnding = false;
 
     // The thread's own.
-    Entries _entries;                                  // in the order in which they came
-    std::vector<std::unique_ptr<Continuation>> _idle;  // of requests that have ended; the latest is the last
+    Entries _entries;  // in the order in which they came
+    KeptTexts _kept;
+    bool _isTaskUnderWay = false;  // the first task's pieces so far may hold memory, which it gives back soon
     Pace _pace;
+    std::mutex _closing;
     std::thread _thread;  // the last member: it uses all others
 };
 

@@ -67,12 +67,28 @@ void Continuation::settle() {
     _held.running().drafter.forget();
 }
 
-void Continuation::evaluate(const std::vector<int32_t>& tokens, RowKind kind, float* logits,
-                            const std::vector<int64_t>& chunks, const Interrupted& interrupted) {
+void Continuation::cutBack(int64_t tokens) {
     _held.running().sampler.reset();
     settle();
-    Addition addition = _held.adding(tokens, kind, logits);
-    complete(addition, chunks, interrupted);
+    if (tokens < _held.size()) _held.cut(tokens);
+}
+
+void Continuation::beginEvaluation(const std::vector<int32_t>& tokens, RowKind kind, float* logits) {
+    _held.running().sampler.reset();
+    settle();
+    _prompt = _held.adding(tokens, kind, logits);
+}
+
+bool Continuation::evaluatePiece(int64_t rows) {
+    const bool isNew = addPiece(*_prompt, rows);
+    endIfWhole(_prompt, _held);
+    return isNew;
+}
+
+void Continuation::evaluate(const std::vector<int32_t>& tokens, RowKind kind, float* logits,
+                            const std::vector<int64_t>& chunks, const Interrupted& interrupted) {
+    beginEvaluation(tokens, kind, logits);
+    complete(*_prompt, chunks, interrupted);
 }
 
 void Continuation::complete(Addition& addition, const std::vector<int64_t>& chunks, const Interrupted& interrupted) {
@@ -81,8 +97,11 @@ void Continuation::complete(Addition& addition, const std::vector<int64_t>& chun
             if (interrupted && interrupted()) throw Error(ErrorKind::InvalidArgument, "interrupted");
             if (addPiece(addition, chunk < chunks.size() ? chunks[chunk] : _held.limits().pieces.rows)) ++chunk;
         }
+        _prompt.reset();
     } catch (...) {
+        _held.running().sampler.reset();
         _held.abandon(addition);
+        _prompt.reset();
         throw;
     }
 }
@@ -137,16 +156,7 @@ void Continuation::begin(const std::vector<int32_t>& prompt, const SamplingParam
     _prompt = std::move(addition);
 }
 
-void Continuation::computePrompt(const Interrupted& interrupted) {
-    try {
-        complete(*_prompt, {}, interrupted);
-        _prompt.reset();
-    } catch (...) {
-        _held.running().sampler.reset();
-        _prompt.reset();
-        throw;
-    }
-}
+void Continuation::computePrompt(const Interrupted& interrupted) { complete(*_prompt, {}, interrupted); }
 
 bool Continuation::prepare(int64_t rows) {
     if (!_held.running().sampler) throw Error(ErrorKind::Internal, "prepare() before begin()");

@@ -36,8 +36,17 @@ public:
 
     // Forgets all tokens.
     void forget();
+    // Keeps at most the first `tokens`, and ends a generation.
+    void cutBack(int64_t tokens);
     // Gives the pages and states of the cache back and keeps the text: prepare() computes it again.
     void setAside();
+    // Appends tokens, which are to be computed as this kind, by evaluatePiece(). logits, if given, receives
+    // [tokens.size(), vocab]: row i follows tokens[0..i].
+    void beginEvaluation(const std::vector<int32_t>& tokens, RowKind kind, float* logits);
+    // Computes a piece, of about `rows` rows. Returns whether it had new tokens, and not only what the cache had lost.
+    // If it throws, it can be called again.
+    bool evaluatePiece(int64_t rows);
+    bool isEvaluated() const { return !_prompt; }
     // See Session::evaluate().
     void evaluate(const std::vector<int32_t>& tokens, RowKind kind, float* logits, const std::vector<int64_t>& chunks,
                   const Interrupted& interrupted);

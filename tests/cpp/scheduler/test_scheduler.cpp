@@ -387,7 +387,7 @@ TEST(Scheduler, GuessesAreAcceptedAndRolledBack) {
         EXPECT_EQ(whole.ending.finish, Finish::EndToken) << whole.ending.error;
         EXPECT_EQ(constraint->accepted, text.tokens);
         rolledBack += constraint->rolledBack;
-        accepted += whole.ending.figures.drafts.accepted;
+        accepted += whole.ending.figures.spent.drafts.accepted;
     }
     EXPECT_GT(rolledBack, 0);
     EXPECT_GT(accepted, 0);
@@ -487,7 +487,7 @@ TEST(Arrivals, ForgetAnswersThatAreGone) {
         std::vector<int64_t> expected;
         for (int64_t number = 0; number < 3; ++number) {
             answers.push_back(std::make_unique<Answer>(number, arrivals));
-            for (int twice = 0; twice < 2; ++twice) answers.back()->add({Chosen{}});
+            for (int twice = 0; twice < 2; ++twice) answers.back()->add({Chosen{}}, {});
             if (number != static_cast<int64_t>(gone)) expected.push_back(number);
         }
         answers[gone].reset();
@@ -497,7 +497,7 @@ TEST(Arrivals, ForgetAnswersThatAreGone) {
         EXPECT_TRUE(isReadable());
         EXPECT_EQ(arrivals->drain(), expected);
         EXPECT_FALSE(isReadable());
-        answers.back()->add({Chosen{}});
+        answers.back()->add({Chosen{}}, {});
         answers.clear();
         EXPECT_TRUE(isReadable()) << "it was, and may have woken its reader";
         EXPECT_TRUE(arrivals->drain().empty());

@@ -146,6 +146,7 @@ public:
         int64_t failed = 0;
         {
             Scheduler scheduler(_engine, _scheduling);
+            _conversation = std::make_shared<Conversation>("");
             for (const auto& wave : _waves) failed += serve(scheduler, wave, error);
             const SchedulerCounts counts = scheduler.counts();
             pauses = counts.pauses;
@@ -183,7 +184,14 @@ private:
         std::vector<std::shared_ptr<Answer>> answers;
         {
             const LockedModel locked = _engine->runner().lock();  // all begin at once, however slow the machine is
-            for (const Wanted& wanted : wave) answers.push_back(scheduler.submit(wanted.request));
+            for (const Wanted& wanted : wave) {
+                Request request = wanted.request;
+                if (answers.empty()) {  // a reader in a conversation, who may be behind
+                    request.conversation = _conversation;
+                    request.ahead = 2;
+                }
+                answers.push_back(scheduler.submit(std::move(request)));
+            }
         }
         int64_t failed = 0;
         for (size_t i = 0; i < wave.size(); ++i) {
@@ -213,6 +221,7 @@ private:
     const bool _isShort;
     std::shared_ptr<Engine> _engine;
     std::vector<std::vector<Wanted>> _waves;
+    std::shared_ptr<Conversation> _conversation;  // that the first request of each wave continues
 };
 
 class SchedulerFailures : public testing::Test {

@@ -121,7 +121,7 @@ def test_a_session_reuses_what_prompts_share(model: Model) -> None:
     assert stats["reused_tokens"] in (len(ids + answer) - 1, len(ids + answer))
     assert stats["prompt_tokens"] == len(longer) - stats["reused_tokens"]
     assert found == [token.id for token in model.session().generate(longer, **GREEDY)]
-    assert model.stats()["reused_tokens"] == 0
+    assert model.stats()["reused_tokens"] in (0, 64), "at most full pages that another session has computed"
 
     # Another ending of the same conversation, the same prompt again, and one that shares nothing.
     for prompt in (longer[:-3] + ids[-2:], longer[:-3] + ids[-2:], list(reversed(longer))):
