@@ -57,6 +57,7 @@ std::vector<std::shared_ptr<Answer>> submitAtOnce(Engine& engine, Scheduler& sch
 class SharedPrefixes : public testing::Test {
 protected:
     static constexpr int kAnswer = 70;  // fills a page
+    int answer = kAnswer;
 
     explicit SharedPrefixes(const Options& options = gpuVariants()[0], int64_t promptStep = 1)
         : model(modelOf(options, 8000)), step(promptStep) {}
@@ -64,18 +65,18 @@ protected:
     std::vector<int32_t> alone(const std::vector<int32_t>& prompt, bool oneArithmetic) {
         if (oneArithmetic) {
             Session session(engineOf(model, engineOptions(4000, 64, 2)));
-            return generate(session, prompt, greedyParams(), kAnswer);
+            return generate(session, prompt, greedyParams(), answer);
         }
         const TwoArithmeticsEngine engine(model, engineOptions(4000, 64, 2), step);
         Session session(engine.engine);
-        return generate(session, prompt, greedyParams(), kAnswer);
+        return generate(session, prompt, greedyParams(), answer);
     }
     // Serves a request for each of these prompts, all submitted before the first is looked at. Returns the tokens that
     // were reused.
     int64_t serve(Engine& engine, Scheduler& scheduler, const std::vector<std::vector<int32_t>>& texts,
                   bool oneArithmetic) {
         std::vector<Request> requests;
-        for (const auto& text : texts) requests.push_back(requestOf(text, kAnswer));
+        for (const auto& text : texts) requests.push_back(requestOf(text, answer));
         const auto answers = submitAtOnce(engine, scheduler, requests);
         int64_t reused = 0;
         for (size_t i = 0; i < texts.size(); ++i) {
@@ -96,11 +97,26 @@ protected:
     SharedStates() : SharedPrefixes(hybrids()[0], kPromptTile) {}
 };
 
-// A model with windows: a prompt continues where the window is found.
-class SharedWindows : public SharedPrefixes {
+// Models with windows, and with blocks of tokens: a prompt continues where the windows are found.
+class SharedWindows : public SharedPrefixes, public testing::WithParamInterface<Options> {
 protected:
-    SharedWindows() : SharedPrefixes(withWindows()) {}
+    SharedWindows() : SharedPrefixes(GetParam()) {}
+    int32_t lists() const { return model.options().architecture == withBlocks().architecture ? 4 : 2; }
 };
+INSTANTIATE_TEST_SUITE_P(Windows, SharedWindows, testing::Values(withWindows(), withBlocks()),
+                         [](const auto& info) { return info.index ? "OfBlocks" : "OfTokens"; });
+
+// Any model.
+class SharedAnywhere : public SharedPrefixes, public testing::WithParamInterface<int> {
+protected:
+    static std::vector<Options> models() {
+        return {gpuVariants()[0], latents()[0], withWindows(), withBlocks(), hybrids()[0], mambas()[0], mambas()[2]};
+    }
+    SharedAnywhere()
+        : SharedPrefixes(models()[static_cast<size_t>(GetParam())], GetParam() == 4 ? kPromptTile : int64_t{1}) {}
+    bool hasStates() const { return GetParam() > 3; }
+};
+INSTANTIATE_TEST_SUITE_P(Models, SharedAnywhere, testing::Range(0, 7));
 
 TEST_F(SharedPrefixes, AreComputedOnce) {
     for (const int64_t batch : {64, 96, 1000}) {
@@ -131,11 +147,11 @@ TEST_F(SharedStates, AreComputedOnce) {
     }
 }
 
-TEST_F(SharedWindows, AreComputedOnce) {
+TEST_P(SharedWindows, AreComputedOnce) {
     for (const int64_t batch : {64, 96, 1000}) {
         SCOPED_TRACE("batches of " + std::to_string(batch));
         const TwoArithmeticsEngine watched(model, engineOptions(8000, batch, 8), step);
-        ASSERT_EQ(watched.engine->runner().lock().kv().lists(), 2);
+        ASSERT_EQ(watched.engine->runner().lock().kv().lists(), lists());
         Scheduler scheduler(watched.engine, longQueue());
         const auto texts = prompts(model, 16);
         EXPECT_EQ(serve(*watched.engine, scheduler, texts, false), 15 * kBeginning);
@@ -149,7 +165,7 @@ TEST_F(SharedWindows, AreComputedOnce) {
 }
 
 // Long prompts of others go through the cache between requests with a beginning that no prompt of its own had.
-TEST_F(SharedWindows, AreFoundWhereTextsWereSeenToPart) {
+TEST_P(SharedWindows, AreFoundWhereTextsWereSeenToPart) {
     const TwoArithmeticsEngine watched(model, engineOptions(8000, 64, 2), step);
     Scheduler scheduler(watched.engine, longQueue());
     auto texts = prompts(model, 4);
@@ -199,6 +215,27 @@ TEST_F(SharedStates, AreLimitedInBytes) {
         << "a scheduler that ends leaves none";
 }
 
+// Within a page, a window, and a block of 4 or 128 tokens: the whole pages before are found, and the rest is computed.
+TEST_P(SharedAnywhere, TextsPartAnywhere) {
+    const TwoArithmeticsEngine watched(model, engineOptions(4000, 64, 4), step);
+    const std::vector<int32_t> first = randomTokens(260, model.options().vocab, 5);
+    Scheduler scheduler(watched.engine, longQueue());
+    answer = 5;
+    EXPECT_EQ(serve(*watched.engine, scheduler, {first}, false), 0);
+    EXPECT_EQ(watched.rowsSeen().first, 260);
+    std::vector<std::vector<int32_t>> texts;
+    int64_t pages = 0;
+    for (const int64_t same : {63, 64, 65, 66, 127, 129, 130, 131, 191, 194, 195, 255, 257}) {
+        texts.emplace_back(first.begin(), first.begin() + same);
+        texts.back().push_back(first[static_cast<size_t>(same)] == 1 ? 2 : 1);
+        texts.back().resize(texts.back().size() + static_cast<size_t>(same % 7), 3);
+        pages += same / kPage;
+    }
+    const int64_t reused = serve(*watched.engine, scheduler, texts, false);
+    EXPECT_EQ(watched.rowsSeen().first, lengthOf(texts) - reused);
+    EXPECT_GE(reused, hasStates() ? kPage : pages * kPage) << "states are copied at the ends of prompts alone";
+}
+
 // Choices of one prompt: all but its end is computed once.
 TEST_F(SharedPrefixes, OnePromptOfManyRequestsIsComputedOnce) {
     const TwoArithmeticsEngine watched(model, engineOptions(8000, 64, 8), 1);
@@ -217,16 +254,17 @@ TEST_F(SharedPrefixes, AnswersAreSharedOnlyIfTheirRowsHaveThePromptsBits) {
         const TwoArithmeticsEngine two(model, engineOptions(8000, 64, 8), 1);
         const auto engine = oneArithmetic ? engineOf(model, engineOptions(8000, 64, 8)) : two.engine;
         Scheduler scheduler(engine, longQueue());
-        const std::vector<int32_t> answer = wait(*scheduler.submit(requestOf(text, kAnswer))).tokens;
+        const std::vector<int32_t> written = wait(*scheduler.submit(requestOf(text, kAnswer))).tokens;
         std::vector<int32_t> next = text;
-        next.insert(next.end(), answer.begin(), answer.end());
+        next.insert(next.end(), written.begin(), written.end());
         next.push_back(1);
         EXPECT_EQ(serve(*engine, scheduler, {next}, oneArithmetic), oneArithmetic ? 2 * kPage : kPage);
     }
 }
 
 TEST_F(SharedPrefixes, OtherSaltsShareNothing) {
-    for (const Options& options : {gpuVariants()[0], hybrids()[0], withWindows()}) {
+    for (const Options& options :
+         {gpuVariants()[0], hybrids()[0], withWindows(), withBlocks(), latents()[0], mambas()[0]}) {
         SCOPED_TRACE(describe(options));
         const Model other = modelOf(options, 8000);
         Scheduler scheduler(engineOf(other, engineOptions(2000, 64, 8)), longQueue());

@@ -32,13 +32,13 @@ struct Kind {
     int64_t windowPages = 0;  // that a prompt's next token sees, where it does not see all
 };
 
-// A model whose layers see everything, two with states, and one with windows, for which a cache with more room would
-// have no list.
+// Models whose layers see everything, with states, and with windows, for which a cache with more room would have no
+// list.
 std::vector<Kind> kinds() {
-    return {{"plain", gpuVariants()[0], 1},
-            {"hybrid", hybrids()[0], kPromptTile},
-            {"mamba", mambas()[2], 1},
-            {"windows", withWindows(), 1, 1, 1}};
+    return {{"plain", gpuVariants()[0], 1},          {"latent", latents()[0], 1},
+            {"hybrid", hybrids()[0], kPromptTile},   {"mamba", mambas()[2], 1},
+            {"mamba and attention", mambas()[0], 1}, {"windows", withWindows(), 1, 1, 1},
+            {"blocks", withBlocks(), 1, 1, 4}};
 }
 
 class World {

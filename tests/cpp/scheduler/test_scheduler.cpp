@@ -27,18 +27,27 @@ std::vector<Options> models() {
     all.push_back(withWindows());
     return all;
 }
+// These, and two whose caches hold something else than keys and values of heads.
+std::vector<Options> allModels() {
+    std::vector<Options> all = models();
+    all.push_back(latents()[0]);
+    all.push_back(withBlocks());
+    return all;
+}
+bool seesWindows(const Options& options) {
+    return options.architecture == withWindows().architecture || options.architecture == withBlocks().architecture;
+}
 
 // An engine for a few requests at once, and one whose cache is too small for them. With room for many requests a cache
 // has no list for windows.
 std::shared_ptr<Engine> roomyEngine(const Model& model) {
-    const bool windows = model.options().architecture == withWindows().architecture;
+    const bool windows = seesWindows(model.options()), blocks = describe(model.options()) == describe(withBlocks());
     const auto engine = engineOf(model, engineOptions(2000, 64, windows ? 4 : 12));
-    EXPECT_EQ(engine->runner().lock().kv().lists(), windows ? 2 : 1);
+    EXPECT_EQ(engine->runner().lock().kv().lists(), blocks ? 4 : windows ? 2 : 1);
     return engine;
 }
 EngineOptions tight(const Model& model) {
-    const bool windows = model.options().architecture == withWindows().architecture;
-    return windows ? engineOptions(1024, 64, 3) : engineOptions(512, 64, 20);
+    return seesWindows(model.options()) ? engineOptions(1024, 64, 3) : engineOptions(512, 64, 20);
 }
 // More requests than there is room for windows of.
 SchedulerOptions crowded() {
@@ -46,10 +55,10 @@ SchedulerOptions crowded() {
     options.running = 8;
     return options;
 }
-int64_t contextOf(const Options& options) { return options.architecture == withWindows().architecture ? 1024 : 512; }
+int64_t contextOf(const Options& options) { return seesWindows(options) ? 1024 : 512; }
 
 TEST(Scheduler, EveryRequestIsAnsweredAsAlone) {
-    for (const Options& options : models()) {
+    for (const Options& options : allModels()) {
         SCOPED_TRACE(describe(options));
         const Model model = modelOf(options, 2000);
         Crowd crowd(model, engineOf(model, engineOptions(600, 64, 12)), 1);

@@ -122,6 +122,11 @@ public:
         return std::make_unique<sharpi::Weights>(std::vector<std::string>{path}, table());
     }
 
+protected:
+    struct Unwritten {};
+    // Of an architecture that families() does not have: whoever derives from it writes everything.
+    Model(const Options& options, Unwritten) : _options(options), _random(options.seed) {}
+
 private:
     void writeMetadata() {
         metadata["general.architecture"] = _options.architecture;

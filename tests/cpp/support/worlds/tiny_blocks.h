@@ -23,10 +23,8 @@ struct BlockOptions {
 
 class BlockModel : public Model {
 public:
-    explicit BlockModel(const BlockOptions& options = {}) : Model(base(options)), _own(options), _draw(options.seed) {
-        metadata.clear();
-        tensors.clear();
-        bytes.clear();
+    explicit BlockModel(const BlockOptions& options = {})
+        : Model(base(options), Unwritten()), _own(options), _draw(options.seed) {
         writeKeys();
         matrix("token_embd", _own.matrices, {kWidth, vocab()}, 0.7f * std::sqrt(float{kWidth}));
         vector("output_norm", kWidth);
@@ -46,6 +44,7 @@ private:
 
     static Options base(const BlockOptions& own) {
         Options o;
+        o.architecture = "deepseek4";
         o.embedding = kWidth;
         o.context = own.context;
         o.layers = static_cast<int64_t>(own.blocks.size());
