@@ -322,7 +322,8 @@ TEST_F(DirectoryFailures, EachCopyEachPassAndEachAllocation) {
     }
 }
 
-// The disk is full, or can no longer be written to, from any write on.
+// The disk is full, or can no longer be written to, from any write on. How much is written depends on who has to give
+// way, and so on the readers: now and then a run has fewer writes than the one that was counted.
 TEST_F(DirectoryFailures, EachWriteCostsNoRequest) {
     for (const Kind& kind : kinds()) {
         SCOPED_TRACE(describe(kind.options));
@@ -338,14 +339,21 @@ TEST_F(DirectoryFailures, EachWriteCostsNoRequest) {
             EXPECT_EQ(world.serve(kTold), 0);
             const int64_t all = kMany - writes;
             EXPECT_GT(all, 10);
+            int64_t runs = 0, told = 0;
             for (int64_t good = 0; good < all; good += 1 + all / watchedRuns(10)) {
                 SCOPED_TRACE("after " + std::to_string(good) + " writes");
                 forget();
                 writes = good;
                 EXPECT_EQ(world.serve(kTold), 0);
-                ASSERT_EQ(notices.size(), 1U);
-                EXPECT_NE(notices[0].find(std::strerror(reason)), std::string::npos) << notices[0];
+                const bool failed = writes < 0;
+                ++runs;
+                told += failed;
+                ASSERT_EQ(notices.size(), failed ? 1U : 0U);
+                if (failed) {
+                    EXPECT_NE(notices[0].find(std::strerror(reason)), std::string::npos) << notices[0];
+                }
             }
+            EXPECT_GT(told, runs / 2);
             forget();
         }
     }
