@@ -17,9 +17,9 @@ inline bool isEnding() {
 #endif
 }
 
-// Gives the GIL to others while it exists, for work that may last until the program ends. If it lasts longer, the thread
-// never comes back. Before 3.14 Python would end it in the middle of the destructor, and that ends the process if, as
-// pybind11's class promises, the destructor throws nothing.
+// Gives the GIL to others while it exists, for work that may last until the program ends. If it lasts longer, the
+// thread never comes back. Before 3.14 Python would end it in the middle of the destructor, and that ends the process
+// if, as pybind11's class promises, the destructor throws nothing.
 class ReleasedGil {
 public:
     ReleasedGil() : _state(PyEval_SaveThread()) {}

@@ -35,20 +35,21 @@ void Session::requireRoom(int64_t tokens) const {
 
 void Session::reset() {
     const Lock lock(_mutex);
-    _text.forget();
+    _text.cutBack(0);
 }
 
 void Session::evaluate(const std::vector<int32_t>& tokens, RowKind kind, float* logits,
                        const std::vector<int64_t>& chunks, const Interrupted& interrupted) {
     const Lock lock(_mutex);
-    _text.evaluate(tokens, kind, logits, chunks, interrupted);
+    _text.beginEvaluation(tokens, kind, logits);
+    _text.complete(chunks, interrupted);
 }
 
 void Session::start(const std::vector<int32_t>& prompt, const SamplingParams& params, const Interrupted& interrupted,
                     const DraftOptions& drafts) {
     const Lock lock(_mutex);
     _text.begin(prompt, params, drafts);
-    _text.computePrompt(interrupted);
+    _text.complete({}, interrupted);
 }
 
 std::optional<int32_t> Session::next() { return nextOf({this}).front(); }

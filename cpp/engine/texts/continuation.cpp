@@ -46,12 +46,6 @@ std::vector<int32_t> Continuation::tokens() const {
     return {all.begin(), all.end() - _ahead};
 }
 
-void Continuation::forget() {
-    _held.running().sampler.reset();
-    settle();
-    _held.keep(0, RowKind::Prompt);
-}
-
 void Continuation::setAside() {
     _held.setAside();
     _held.running().drafter.forget();
@@ -85,22 +79,16 @@ bool Continuation::evaluatePiece(int64_t rows) {
     return isNew;
 }
 
-void Continuation::evaluate(const std::vector<int32_t>& tokens, RowKind kind, float* logits,
-                            const std::vector<int64_t>& chunks, const Interrupted& interrupted) {
-    beginEvaluation(tokens, kind, logits);
-    complete(*_prompt, chunks, interrupted);
-}
-
-void Continuation::complete(Addition& addition, const std::vector<int64_t>& chunks, const Interrupted& interrupted) {
+void Continuation::complete(const std::vector<int64_t>& chunks, const Interrupted& interrupted) {
     try {
-        for (size_t chunk = 0; _held.size() < addition.text.size();) {
+        for (size_t chunk = 0; _held.size() < _prompt->text.size();) {
             if (interrupted && interrupted()) throw Error(ErrorKind::InvalidArgument, "interrupted");
-            if (addPiece(addition, chunk < chunks.size() ? chunks[chunk] : _held.limits().pieces.rows)) ++chunk;
+            if (addPiece(*_prompt, chunk < chunks.size() ? chunks[chunk] : _held.limits().pieces.rows)) ++chunk;
         }
         _prompt.reset();
     } catch (...) {
         _held.running().sampler.reset();
-        _held.abandon(addition);
+        _held.abandon(*_prompt);
         _prompt.reset();
         throw;
     }
@@ -155,8 +143,6 @@ void Continuation::begin(const std::vector<int32_t>& prompt, const SamplingParam
     running.sampler.emplace(params, _held.limits().vocabSize);
     _prompt = std::move(addition);
 }
-
-void Continuation::computePrompt(const Interrupted& interrupted) { complete(*_prompt, {}, interrupted); }
 
 bool Continuation::prepare(int64_t rows) {
     if (!_held.running().sampler) throw Error(ErrorKind::Internal, "prepare() before begin()");

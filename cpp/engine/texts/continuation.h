@@ -34,8 +34,6 @@ public:
     }  // tokens that the context still takes
     int64_t reusedTokens() const { return _reused; }  // of the last prompt, that did not have to be computed again
 
-    // Forgets all tokens.
-    void forget();
     // Keeps at most the first `tokens`, and ends a generation.
     void cutBack(int64_t tokens);
     // Gives the pages and states of the cache back and keeps the text: prepare() computes it again.
@@ -47,16 +45,14 @@ public:
     // If it throws, it can be called again.
     bool evaluatePiece(int64_t rows);
     bool isEvaluated() const { return !_prompt; }
-    // See Session::evaluate().
-    void evaluate(const std::vector<int32_t>& tokens, RowKind kind, float* logits, const std::vector<int64_t>& chunks,
-                  const Interrupted& interrupted);
 
-    // Begins a generation: see Session::start(). The prompt is then to be computed, by computePrompt() as a whole, or
-    // by prepare() in pieces.
+    // Begins a generation: see Session::start(). The prompt is then to be computed, by complete() as a whole, or by
+    // prepare() in pieces.
     void begin(const std::vector<int32_t>& prompt, const SamplingParams& params, const DraftOptions& drafts,
                const AnswerExtras& extras = {});
-    // If it throws, the generation cannot go on.
-    void computePrompt(const Interrupted& interrupted);
+    // Computes all of what was begun. Pieces have as many rows as `chunks` says, one after the other; after those, as
+    // many as a pass takes. If it throws, what was begun cannot go on.
+    void complete(const std::vector<int64_t>& chunks, const Interrupted& interrupted);
     // Computes a piece, of about `rows` rows, of what is missing and no other text has computed: of the prompt, or of
     // what the cache has lost. Returns whether nothing is missing any more. If it throws, it can be called again.
     bool prepare(int64_t rows);
@@ -77,7 +73,7 @@ public:
 
     // Whether a prompt was computed that tokens can follow.
     bool hasPrompt() const { return _held.running().sampler && !_prompt; }
-    // Tokens that were chosen and not handed out; handOne() gives nothing if there are none. -1, as the last of them:
+    // Tokens that were chosen and not handed out; hand() gives nothing if there are none. -1, as the last of them:
     // no token may be chosen.
     const std::vector<Chosen>& chosen() const { return _chosen; }
     // Hands out the first of these, at most `most`.
@@ -95,7 +91,6 @@ public:
 
 private:
     void settle();
-    void complete(Addition& addition, const std::vector<int64_t>& chunks, const Interrupted& interrupted);
     bool addPiece(Addition& addition, int64_t rows);
 
     HeldText _held;                   // what the cache holds, or has lost and the next step computes again
