@@ -3,6 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include "bindings/interpreter.h"
+
 namespace sharpi {
 
 // Releases the GIL first, so that other Python threads run while a destructor waits for a lock or for threads, or gives
@@ -14,7 +16,7 @@ struct DeleteUnlocked {
             delete object;
             return;
         }
-        pybind11::gil_scoped_release release;
+        const ReleasedGil release;
         delete object;
     }
 };

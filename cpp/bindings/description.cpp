@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "bindings/bindings.h"
+#include "bindings/interpreter.h"
 #include "core/error.h"
 #include "hardware/devices.h"
 #include "planning/memory_plan.h"
@@ -127,7 +128,7 @@ void bindDescription(py::module_& m) {
                 requireHomesOf(d, options);
                 options.device.kind->requireCanRun(d.spec);
                 std::vector<std::pair<std::string, int64_t>> lines;
-                py::gil_scoped_release release;
+                const ReleasedGil release;
                 for (const TraceLine& line : plannedLines(d.spec, d.tensors, options)) {
                     lines.emplace_back(line.name, line.taken);
                 }
@@ -142,7 +143,7 @@ void bindDescription(py::module_& m) {
             [](const Description& d, const EngineOptions& options) {
                 requireHomesOf(d, options);
                 std::vector<std::tuple<int32_t, int64_t, size_t, int64_t>> pools;
-                py::gil_scoped_release release;
+                const ReleasedGil release;
                 for (const auto& p : expertPools(d.spec, d.tensors, options))
                     pools.emplace_back(p.layers, p.experts, p.slotBytes, p.capacity);
                 return pools;

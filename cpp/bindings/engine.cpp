@@ -7,6 +7,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/delete_unlocked.h"
+#include "bindings/interpreter.h"
 
 namespace sharpi {
 
@@ -15,7 +16,7 @@ namespace {
 py::object expertStats(Engine& engine) {
     ExpertCounts counts;
     {
-        py::gil_scoped_release release;  // a step may be running
+        const ReleasedGil release;  // a step may be running
         counts = engine.expertCounts();
     }
     if (counts.layers == 0) return py::none();
@@ -46,7 +47,7 @@ py::dict holdings(const Engine& engine) {
     std::vector<Holding> held;
     {
         // Waits if memory is just being taken or given back, which takes a while on a GPU.
-        py::gil_scoped_release release;
+        const ReleasedGil release;
         held = engine.holdings();
     }
     py::dict d;
@@ -59,7 +60,7 @@ py::dict holdings(const Engine& engine) {
 void bindEngine(py::module_& m) {
     py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
         .def(py::init([](const Description& d, const std::vector<std::string>& paths, const EngineOptions& options) {
-                 py::gil_scoped_release release;
+                 const ReleasedGil release;
                  return std::shared_ptr<Engine>(
                      new Engine(d.spec, std::make_unique<Weights>(paths, d.tensors), options), DeleteUnlocked());
              }),
@@ -106,20 +107,20 @@ void bindEngine(py::module_& m) {
         .def_property(
             "graphs",
             [](Engine& e) {
-                py::gil_scoped_release release;  // a step may be running
+                const ReleasedGil release;  // a step may be running
                 const LockedModel model = e.runner().lock();
                 Recording* const recording = model.backend().recording();
                 return recording && recording->replays();
             },
             [](Engine& e, bool on) {
-                py::gil_scoped_release release;
+                const ReleasedGil release;
                 const LockedModel model = e.runner().lock();
                 if (Recording* const recording = model.backend().recording()) recording->setReplays(on);
             },
             "Whether decode steps are captured and replayed.")
         .def_property_readonly("kernels_per_step",
                                [](Engine& e) {
-                                   py::gil_scoped_release release;
+                                   const ReleasedGil release;
                                    const LockedModel model = e.runner().lock();
                                    Recording* const recording = model.backend().recording();
                                    return recording ? recording->kernelsPerStep() : int64_t{0};
@@ -127,7 +128,7 @@ void bindEngine(py::module_& m) {
         .def_property_readonly(
             "pinned_bytes",
             [](Engine& e) {
-                py::gil_scoped_release release;  // a pass may unpin
+                const ReleasedGil release;  // a pass may unpin
                 return e.runner().lock().backend().bus().pinnedBytes;
             },
             "Bytes of RAM that are pinned so that the GPU reads weights there.")
@@ -139,7 +140,7 @@ void bindEngine(py::module_& m) {
         .def("holdings", &holdings,
              "Bytes of the device's memory by what holds them, largest first. On the CPU the mapped file is left out.")
         .def("warm", [](const Engine& e, const std::function<bool(uint64_t, uint64_t)>& progress) {
-            py::gil_scoped_release release;
+            const ReleasedGil release;
             e.warm([&](uint64_t done, uint64_t total) {
                 py::gil_scoped_acquire gil;
                 return progress(done, total);

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "bindings/bindings.h"
+#include "bindings/interpreter.h"
 #include "core/error.h"
 #include "cpu/kernels.h"
 #include "hardware/devices.h"
@@ -26,7 +27,7 @@ py::array_t<float> dequantize(uint32_t type, const py::bytes& data, int64_t cols
     const auto rows = static_cast<py::ssize_t>(bytes.size() / stride);
     py::array_t<float> out({rows, static_cast<py::ssize_t>(cols)});
     float* const to = out.mutable_data();
-    py::gil_scoped_release release;
+    const ReleasedGil release;
     for (py::ssize_t r = 0; r < rows; ++r) {
         cpu::kernels().dequantizeRow(dtype->type, bytes.data() + r * stride, cols, to + r * cols);
     }
@@ -36,7 +37,7 @@ py::array_t<float> dequantize(uint32_t type, const py::bytes& data, int64_t cols
 py::dict measure(int threads, size_t most, int ordinal) {
     HardwareRates rates;
     {
-        py::gil_scoped_release release;
+        const ReleasedGil release;
         rates = measureHardware(threads, most, ordinal);
     }
     py::dict values;
@@ -71,7 +72,7 @@ void bindHardware(py::module_& m) {
         "find_cuda_device",
         [](int ordinal) {
             const cuda::DeviceInfo gpu = [ordinal] {
-                py::gil_scoped_release release;  // the first use of a GPU takes a while
+                const ReleasedGil release;  // the first use of a GPU takes a while
                 return findGpu(ordinal);
             }();
             py::dict info;

@@ -17,15 +17,18 @@ inline bool isEnding() {
 #endif
 }
 
-// Gives the GIL to others while it exists, for work that may last until the program ends. If it lasts longer, the
-// thread never comes back. Before 3.14 Python would end it in the middle of the destructor, and that ends the process
-// if, as pybind11's class promises, the destructor throws nothing.
+// Gives the GIL to others while it exists. Before 3.14, Python ends a thread that asks for the GIL when the program is
+// ending: it unwinds the stack, and the process is aborted where that meets a function that promises to throw nothing,
+// as destructors do. So the thread stays here for the moment that is left.
 class ReleasedGil {
 public:
     ReleasedGil() : _state(PyEval_SaveThread()) {}
-    ~ReleasedGil() noexcept(false) {
-        while (isEnding()) std::this_thread::sleep_for(std::chrono::hours(1));
-        PyEval_RestoreThread(_state);
+    ~ReleasedGil() {
+        try {
+            PyEval_RestoreThread(_state);
+        } catch (...) {
+            for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+        }
     }
     ReleasedGil(const ReleasedGil&) = delete;
     ReleasedGil& operator=(const ReleasedGil&) = delete;

@@ -118,7 +118,7 @@ void waitFor(Task& task) {
         const py::gil_scoped_acquire gil;
         if (PyErr_CheckSignals() == 0) continue;
         const py::error_already_set interrupted;  // takes Python's error, which nothing below may find
-        const py::gil_scoped_release again;
+        const ReleasedGil again;
         task.cancel();
         try {
             while (!task.wait(kLook)) {
@@ -147,7 +147,7 @@ public:
         }
         const int64_t rows = _engine->runner().limits().pieces.rows;
         if (_text->evaluatePiece(_chunk < _chunks.size() ? _chunks[_chunk] : rows)) ++_chunk;
-        return _text->isEvaluated();
+        return _text->held().size() == static_cast<int64_t>(_tokens.size());
     }
 
 private:
@@ -196,7 +196,7 @@ public:
     void reset() const { waitFor(*_scheduler->forget(_conversation)); }
     std::shared_ptr<Answer> submit(Request request) const {
         request.conversation = _conversation;
-        py::gil_scoped_release release;
+        const ReleasedGil release;
         return _scheduler->submit(std::move(request));
     }
 
@@ -268,7 +268,7 @@ void bindScheduler(py::module_& m) {
                  options.directory.mostBytes = static_cast<uint64_t>(cacheDirBytes);
                  options.directory.notice = noticeOf(notice);
                  options.file = std::move(file);
-                 py::gil_scoped_release release;
+                 const ReleasedGil release;
                  return std::shared_ptr<Scheduler>(new Scheduler(std::move(engine), options), DeleteInItsProcess());
              }),
              py::arg("engine").none(false), py::kw_only(), py::arg("max_gap"), py::arg("queue"), py::arg("running"),
@@ -292,7 +292,7 @@ void bindScheduler(py::module_& m) {
                 request.salt = std::move(salt);
                 request.seconds = seconds;
                 request.extras = {best, echo, constraintOf(constraint)};
-                py::gil_scoped_release release;
+                const ReleasedGil release;
                 return scheduler.submit(std::move(request), std::move(arrivals));
             },
             py::arg("prompt"), py::arg("params"), py::kw_only(), py::arg("draft"), py::arg("draft_tokens"),
@@ -301,7 +301,7 @@ void bindScheduler(py::module_& m) {
         .def("logits", &logitsOf, py::arg("engine").none(false), py::arg("tokens"), py::arg("chunks"), py::arg("kind"),
              "float32 [tokens, vocab]: row i follows token i. chunks: the sizes of the pieces. kind: \"prompt\" or "
              "\"decode\" rows.")
-        .def("close", &Scheduler::close, py::call_guard<py::gil_scoped_release>())
+        .def("close", &Scheduler::close, py::call_guard<ReleasedGil>())
         .def("counts", [](const Scheduler& scheduler) { return toDict(scheduler.counts()); });
 
     py::class_<ClientConversation, std::unique_ptr<ClientConversation, DeleteInItsProcess>>(m, "Conversation")

@@ -4,6 +4,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/delete_unlocked.h"
+#include "bindings/interpreter.h"
 #include "bindings/row_kind.h"
 #include "core/error.h"
 #include "engine/session.h"
@@ -54,26 +55,25 @@ void bindSession(py::module_& m) {
         .def("validate", &SamplingParams::validate, py::arg("vocab_size"));
 
     py::class_<Session, std::unique_ptr<Session, DeleteUnlocked>>(m, "Session")
-        .def(py::init<std::shared_ptr<Engine>>(), py::arg("engine").none(false),
-             py::call_guard<py::gil_scoped_release>())
+        .def(py::init<std::shared_ptr<Engine>>(), py::arg("engine").none(false), py::call_guard<ReleasedGil>())
         .def_property_readonly(
             "tokens",
             [](const Session& s) {
-                py::gil_scoped_release release;  // a thread that has locked the session may be waiting for the GIL
+                const ReleasedGil release;  // a thread that has locked the session may be waiting for the GIL
                 return s.tokens();
             })
         .def_property_readonly("reused_tokens",
                                [](const Session& s) {
-                                   py::gil_scoped_release release;
+                                   const ReleasedGil release;
                                    return s.reusedTokens();
                                })
-        .def("reset", &Session::reset, py::call_guard<py::gil_scoped_release>())
+        .def("reset", &Session::reset, py::call_guard<ReleasedGil>())
         .def(
             "evaluate",
             [](Session& s, const std::vector<int32_t>& tokens, const std::vector<int64_t>& chunks,
                const std::string& kind) {
                 const RowKind rows = toRowKind(kind);
-                py::gil_scoped_release release;
+                const ReleasedGil release;
                 s.evaluate(tokens, rows, nullptr, chunks, interruptCheck());
             },
             py::arg("tokens"), py::arg("chunks") = std::vector<int64_t>{}, py::arg("kind") = "prompt",
@@ -84,14 +84,14 @@ void bindSession(py::module_& m) {
                const std::string& kind) {
                 const RowKind rows = toRowKind(kind);
                 {
-                    py::gil_scoped_release release;
+                    const ReleasedGil release;
                     s.requireRoom(static_cast<int64_t>(tokens.size()));  // before memory is taken for the answer
                 }
                 py::array_t<float> out(
                     {static_cast<py::ssize_t>(tokens.size()), static_cast<py::ssize_t>(s.vocabSize())});
                 float* data = out.mutable_data();
                 {
-                    py::gil_scoped_release release;
+                    const ReleasedGil release;
                     s.evaluate(tokens, rows, data, chunks, interruptCheck());
                 }
                 return out;
@@ -103,7 +103,7 @@ void bindSession(py::module_& m) {
             [](Session& s, const std::vector<int32_t>& prompt, const SamplingParams& params, const std::string& draft,
                int32_t draftTokens) {
                 const DraftOptions drafts = toDraftOptions(draft, draftTokens);
-                py::gil_scoped_release release;
+                const ReleasedGil release;
                 s.start(prompt, params, interruptCheck(), drafts);
             },
             py::arg("prompt"), py::arg("params"), py::arg("draft") = "off", py::arg("draft_tokens") = 1,
@@ -112,18 +112,18 @@ void bindSession(py::module_& m) {
         .def_property_readonly(
             "draft_counts",
             [](const Session& s) {
-                py::gil_scoped_release release;
+                const ReleasedGil release;
                 const DraftCounts counts = s.draftCounts();
                 return std::tuple(counts.steps, counts.drafted, counts.accepted);
             },
             "Since start(): steps of the model, tokens that were drafted for them, and drafted tokens that were right.")
-        .def("next", &Session::next, py::call_guard<py::gil_scoped_release>())
+        .def("next", &Session::next, py::call_guard<ReleasedGil>())
         .def_static(
             "next_of",
             [](const std::vector<py::object>& sessions) {  // which stay alive, whatever becomes of the list
                 std::vector<Session*> all;
                 for (const py::object& session : sessions) all.push_back(&session.cast<Session&>());
-                py::gil_scoped_release release;
+                const ReleasedGil release;
                 return Session::nextOf(all);
             },
             py::arg("sessions"),

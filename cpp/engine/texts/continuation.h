@@ -41,10 +41,9 @@ public:
     // Appends tokens, which are to be computed as this kind, by evaluatePiece(). logits, if given, receives
     // [tokens.size(), vocab]: row i follows tokens[0..i].
     void beginEvaluation(const std::vector<int32_t>& tokens, RowKind kind, float* logits);
-    // Computes a piece, of about `rows` rows. Returns whether it had new tokens, and not only what the cache had lost.
-    // If it throws, it can be called again.
+    // Computes a piece, of about `rows` rows, until held().size() says that the text has all tokens. Returns whether
+    // the piece had new ones, and not only what the cache had lost. If it throws, it can be called again.
     bool evaluatePiece(int64_t rows);
-    bool isEvaluated() const { return !_prompt; }
 
     // Begins a generation: see Session::start(). The prompt is then to be computed, by complete() as a whole, or by
     // prepare() in pieces.

@@ -157,7 +157,7 @@ TEST(Conversations, ATaskFindsRoomAndIsDoneInPieces) {
             text->beginEvaluation(tokens, RowKind::Prompt, nullptr);
         }
         text->evaluatePiece(64);
-        if (!text->isEvaluated()) return false;
+        if (text->held().size() < 500) return false;
         text.reset();
         return true;
     });
