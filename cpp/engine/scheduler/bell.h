@@ -1,6 +1,8 @@
 // Wakes the scheduler's thread.
 #pragma once
 
+#include <unistd.h>
+
 #include <condition_variable>
 #include <mutex>
 
@@ -10,8 +12,10 @@ namespace sharpi {
 struct Bell {
     std::mutex mutex;
     std::condition_variable rung;
-    // Whoever waits looks again.
+    const pid_t process = getpid();
+    // Whoever waits looks again. In a forked process nobody does, and the mutex may be locked for ever.
     void ring() {
+        if (getpid() != process) return;
         {
             const std::lock_guard<std::mutex> lock(mutex);
         }
