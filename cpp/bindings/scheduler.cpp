@@ -142,8 +142,9 @@ public:
 
     bool doPiece() {
         if (!_text) {
-            _text = std::make_unique<Continuation>(_engine);
-            _text->beginEvaluation(_tokens, _kind, _logits);
+            auto text = std::make_unique<Continuation>(_engine);
+            text->beginEvaluation(_tokens, _kind, _logits);
+            _text = std::move(text);  // if it lacked memory, it begins again
         }
         const int64_t rows = _engine->runner().limits().pieces.rows;
         if (_text->evaluatePiece(_chunk < _chunks.size() ? _chunks[_chunk] : rows)) ++_chunk;

@@ -337,6 +337,7 @@ class Scheduler:
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
         self._sessions: weakref.WeakSet[object] = weakref.WeakSet()
         self._lock = threading.Lock()
+        self._retired = False
         self._process = os.getpid()
         _open.add(self)
 
@@ -368,6 +369,8 @@ class Scheduler:
         best, echo = _best(scores), arguments.flag("echo", echo)
         _require_methods(constraint)
         with self._lock:
+            if self._retired:
+                raise InvalidRequestError("the scheduler is closed")
             core = self.core
             watcher = self._watcher()
             answer = core.submit(request.ids, request.params, draft=request.drafts[0], draft_tokens=request.drafts[1],
@@ -400,10 +403,14 @@ class Scheduler:
         core = self._core
         if core is None:
             raise InvalidRequestError("the scheduler is closed")
+        self.require_process()
+        return core
+
+    def require_process(self) -> None:
+        """Raises `InvalidRequestError` in a process that was forked after the scheduler was made."""
         if os.getpid() != self._process:
             raise InvalidRequestError("a model cannot be used in a process that was forked after it was loaded: load it"
                                       " in that process")
-        return core
 
     def serve(self, session: object) -> _core.Conversation:
         """A new conversation for a session. While the session exists, `retire` leaves the scheduler at work."""
@@ -415,7 +422,10 @@ class Scheduler:
         """Closes it, unless there are sessions: then it cancels what was submitted, and ends with the last session."""
         if not self._sessions:
             return self.close()
-        for answer in list(self._answers):
+        with self._lock:
+            self._retired = True
+            answers = list(self._answers)
+        for answer in answers:
             answer.cancel()
 
     def close(self) -> None:

@@ -104,12 +104,20 @@ class Session:
                 ends=sorted(request.ends), max_tokens=request.max_tokens, ahead=_AHEAD)
             return self._answer
 
+    def _has(self, answer: _core.Answer, *, ended: bool) -> bool:
+        """Whether it is this answer's turn. The answer after it may have ended it before it is noted here."""
+        if not ended:
+            return self._answer is answer
+        with self._lock:
+            return self._answer is answer
+
     def _tokens(self, request: Asked, meter: Meter) -> Generator[int, None, None]:
         answer = self._start(request, meter)
         try:
             while True:
+                self._scheduler.require_process()
                 token, spent, ending = answer.take_one(_LOOK)
-                if self._answer is not answer:
+                if not self._has(answer, ended=ending is not None):
                     raise InvalidRequestError("the session was used for something else: this generation cannot go on")
                 if spent is not None:
                     meter.timing = _timing(meter.timing, request, answer, token, spent, ending)

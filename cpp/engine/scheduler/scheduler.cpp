@@ -24,6 +24,8 @@ using State = Scheduler::State;
 
 // How long the thread waits before it looks again if memory is held by texts that are not its own.
 constexpr auto kPatience = std::chrono::milliseconds(5);
+// A reader who has been behind for so long is not only late, and others may have the memory of the answer.
+constexpr auto kLate = std::chrono::milliseconds(100);
 // A step has at most this many rows if answers draft: more rows cost more than right guesses gain.
 constexpr int64_t kDraftRows = 16;
 // A request that is admitted beside others leaves a page for their answers to grow, and twice as many each time that it
@@ -133,8 +135,16 @@ int64_t countOf(const Entries& entries, State state) {
                          [&](const auto& entry) { return isWanted(*entry) && entry->state == state; });
 }
 
+// Whether a request waits for a reader who seems to have gone.
+bool isIdle(const Entry& entry) {
+    return entry.answer->isBehind() && entry.behindSince && Scheduler::Clock::now() - *entry.behindSince >= kLate;
+}
+
+// Requests that hold memory for what they are about to do.
 int64_t runningOf(const Entries& entries) {
-    return countOf(entries, State::Preparing) + countOf(entries, State::Writing);
+    return std::count_if(entries.begin(), entries.end(), [](const auto& entry) {
+        return !entry->hasEnded && entry->state != State::Waiting && !isIdle(*entry);
+    });
 }
 
 void countStates(const Entries& entries, SchedulerCounts& counts) {
@@ -299,6 +309,7 @@ void Scheduler::work() {
 
 void Scheduler::takeTurn() {
     endOverdue();
+    noteReaders();
     bool worked = doTask();
     const bool writes = countOf(_entries, State::Writing) > 0;
     if (!writes || !_pace.answersAreDue()) {
@@ -309,8 +320,17 @@ void Scheduler::takeTurn() {
     }
     worked = write() || worked;
     removeFinished();
+    noteReaders();
     const bool waits = std::any_of(_entries.begin(), _entries.end(), [](const auto& e) { return isWanted(*e); });
     if (!worked && waits) std::this_thread::sleep_for(kPatience);
+}
+
+// Notes since when readers are behind.
+void Scheduler::noteReaders() {
+    for (const auto& entry : _entries) {
+        if (!entry->answer->isBehind()) entry->behindSince.reset();
+        else if (!entry->behindSince) entry->behindSince = Clock::now();
+    }
 }
 
 // Takes what was submitted; waits for it if there is nothing else to do. Returns whether there is work.
@@ -648,25 +668,26 @@ void Scheduler::removeFinished() {
     if (_entries.size() < before) noteShared();
 }
 
-// Frees memory of the cache: that of a text that no request works at, but for `except`, or of one whose reader is
-// behind, or, if at least so many requests run, of the running one that came last among those with the lowest priority.
-// A request goes on later, from where it was. Returns false if there is none of these.
+// Frees memory of the cache: that of a text that no request works at, but for `except`, or of one whose reader seems to
+// have gone. If at least so many requests run, also of one whose reader is behind, or else of the one that came last
+// among those with the lowest priority. A request goes on later, from where it was. Returns false if there is none of
+// these.
 bool Scheduler::makeRoom(int64_t leastRunning, const Continuation* except) {
     if (_kept.giveWay(except)) return true;
-    Entry* last = nullptr;
+    const bool enough = runningOf(_entries) >= leastRunning;
+    Entry *behind = nullptr, *last = nullptr;
     for (const auto& entry : _entries) {
         if (entry->state == State::Waiting || entry->hasEnded) continue;
-        if (entry->answer->isBehind()) {
-            entry->text->setAside();
-            entry->state = State::Waiting;
-            return true;
-        }
+        const bool isBehind = entry->answer->isBehind();
+        if (isIdle(*entry) || (enough && isBehind && !behind)) behind = entry.get();
+        if (isIdle(*entry)) break;
         if (!last || entry->request.priority <= last->request.priority) last = entry.get();
     }
-    if (!last || runningOf(_entries) < leastRunning) return false;
-    last->text->setAside();
-    last->state = State::Waiting;
-    ++last->figures.pauses;
+    Entry* const chosen = behind ? behind : enough ? last : nullptr;
+    if (!chosen) return false;
+    chosen->text->setAside();
+    chosen->state = State::Waiting;
+    if (!behind) ++chosen->figures.pauses;
     note([](SchedulerCounts& counts) { ++counts.pauses; });
     return true;
 }

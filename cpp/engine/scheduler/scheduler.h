@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -80,6 +81,7 @@ public:
         bool hasPrompt = false;  // which was computed once
         bool hasEnded = false;
         Clock::time_point submitted;
+        std::optional<Clock::time_point> behindSince;  // if its reader is behind
         RequestFigures figures;
     };
     using Entries = std::vector<std::unique_ptr<Entry>>;
@@ -89,6 +91,7 @@ private:
     void takeTurn();
     bool collect();
     void endOverdue();
+    void noteReaders();
     bool doTask();
     Entry* nextToPrepare(const std::vector<Entry*>& taken, int64_t promisedPages);
     bool admit(Entry& entry, int64_t promisedPages);

@@ -132,10 +132,13 @@ TEST(Conversations, ALaterRequestEndsTheOneBeforeIt) {
     Scheduler scheduler(engine, longQueue());
     const auto conversation = std::make_shared<Conversation>("");
     std::vector<std::shared_ptr<Answer>> answers;
-    for (unsigned i = 0; i < 5; ++i) {
-        Request request = requestOf(randomTokens(70, model.options().vocab, i), 300);
-        request.conversation = conversation;
-        answers.push_back(scheduler.submit(request));
+    {
+        const LockedModel locked = engine->runner().lock();  // none is done before the last one comes
+        for (unsigned i = 0; i < 5; ++i) {
+            Request request = requestOf(randomTokens(70, model.options().vocab, i), 300);
+            request.conversation = conversation;
+            answers.push_back(scheduler.submit(request));
+        }
     }
     for (unsigned i = 0; i < 5; ++i)
         EXPECT_EQ(wait(*answers[i]).ending.finish, i < 4 ? Finish::Cancelled : Finish::Length);
@@ -153,8 +156,9 @@ TEST(Conversations, ATaskFindsRoomAndIsDoneInPieces) {
     const std::vector<int32_t> tokens = randomTokens(500, model.options().vocab, 9);
     const auto task = scheduler.perform([&] {
         if (!text) {
-            text = std::make_unique<Continuation>(engine);
-            text->beginEvaluation(tokens, RowKind::Prompt, nullptr);
+            auto begun = std::make_unique<Continuation>(engine);
+            begun->beginEvaluation(tokens, RowKind::Prompt, nullptr);
+            text = std::move(begun);
         }
         text->evaluatePiece(64);
         if (text->held().size() < 500) return false;
