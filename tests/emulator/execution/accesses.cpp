@@ -37,12 +37,14 @@ void checkLane(Warp& warp, const Instruction& in, int lane, uintptr_t address, s
     const Range range = rangeOf(warp, lane, address);
     const size_t offset = address - range.begin;
     if (!range.bytes)
-        fault(warp, in, 1u << lane, std::string(writes ? "a write" : "a read") + " of " + std::to_string(bytes) + " bytes at " +
-                                        hexadecimal(address) + ", where nothing is");
+        fault(warp, in, 1u << lane,
+              std::string(writes ? "a write" : "a read") + " of " + std::to_string(bytes) + " bytes at " +
+                  hexadecimal(address) + ", where nothing is");
     if (offset + bytes > range.bytes)
-        fault(warp, in, 1u << lane, std::string(writes ? "a write" : "a read") + " of " + std::to_string(bytes) + " bytes, " +
-                                        std::to_string(range.bytes - offset) + " before the end of an allocation of " +
-                                        std::to_string(range.bytes));
+        fault(warp, in, 1u << lane,
+              std::string(writes ? "a write" : "a read") + " of " + std::to_string(bytes) + " bytes, " +
+                  std::to_string(range.bytes - offset) + " before the end of an allocation of " +
+                  std::to_string(range.bytes));
     if (writes && range.readOnly) fault(warp, in, 1u << lane, "a write to memory that may only be read");
     // Each lane's local memory is its own, so such a range serves no other.
     const auto local = reinterpret_cast<uintptr_t>(warp.local);
@@ -53,13 +55,15 @@ void checkLane(Warp& warp, const Instruction& in, int lane, uintptr_t address, s
 void checkAlignment(Warp& warp, const Instruction& in, const Addresses& addresses, size_t bytes) {
     forLanes(warp.exec, [&](int l) {
         if (addresses.of[l] & (bytes - 1))
-            fault(warp, in, 1u << l, "an access of " + std::to_string(bytes) + " bytes at " + hexadecimal(addresses.of[l]) +
-                                         ", which is not aligned");
+            fault(warp, in, 1u << l,
+                  "an access of " + std::to_string(bytes) + " bytes at " + hexadecimal(addresses.of[l]) +
+                      ", which is not aligned");
     });
 }
 
 // What o[0] and the immediate are as addresses in a space, as the host's.
-template <Space kSpace> void findAddresses(Warp& warp, const Instruction& in, size_t bytes, bool writes, Addresses& out) {
+template <Space kSpace>
+void findAddresses(Warp& warp, const Instruction& in, size_t bytes, bool writes, Addresses& out) {
     const uint32_t exec = warp.exec;
     if constexpr (kSpace == Space::Generic || kSpace == Space::Global) {
         const auto* base = warp.at<const uint64_t>(in.o[0]);
@@ -89,7 +93,8 @@ template <Space kSpace> void findAddresses(Warp& warp, const Instruction& in, si
         int64_t offsets[kLanes];
         if (in.wide) {
             const auto* base = warp.at<const uint64_t>(in.o[0]);
-            for (int l = 0; l < kLanes; ++l) offsets[l] = static_cast<int64_t>(base[l] + static_cast<uint64_t>(in.immediate));
+            for (int l = 0; l < kLanes; ++l)
+                offsets[l] = static_cast<int64_t>(base[l] + static_cast<uint64_t>(in.immediate));
         } else {
             const auto* base = warp.at<const uint32_t>(in.o[0]);
             for (int l = 0; l < kLanes; ++l)
@@ -112,13 +117,16 @@ template <Space kSpace> void findAddresses(Warp& warp, const Instruction& in, si
                     fault(warp, in, 1u << l,
                           std::string(writes ? "a write" : "a read") + " of " + std::to_string(bytes) + " bytes at " +
                               std::to_string(offsets[l]) + " of " + std::to_string(size) + " bytes of " +
-                              (kSpace == Space::Shared ? "shared memory" : kSpace == Space::Local ? "local memory" : "parameters"));
+                              (kSpace == Space::Shared  ? "shared memory"
+                               : kSpace == Space::Local ? "local memory"
+                                                        : "parameters"));
             });
         if (low & static_cast<int64_t>(bytes - 1))
             forLanes(exec, [&](int l) {
                 if (offsets[l] & static_cast<int64_t>(bytes - 1))
-                    fault(warp, in, 1u << l, "an access of " + std::to_string(bytes) + " bytes at " + std::to_string(offsets[l]) +
-                                                 " of shared or local memory, which is not aligned");
+                    fault(warp, in, 1u << l,
+                          "an access of " + std::to_string(bytes) + " bytes at " + std::to_string(offsets[l]) +
+                              " of shared or local memory, which is not aligned");
             });
         const auto start = reinterpret_cast<uintptr_t>(kSpace == Space::Shared  ? block.shared()
                                                        : kSpace == Space::Local ? warp.local
@@ -128,7 +136,22 @@ template <Space kSpace> void findAddresses(Warp& warp, const Instruction& in, si
     }
 }
 
+// From an address that is known: all lanes get the same.
+template <typename T, typename R> void loadParameter(Warp& warp, const Instruction& in) {
+    const std::vector<uint8_t>& parameters = warp.block->launch().parameters;
+    const size_t at = *warp.at<const uint64_t>(in.o[0]) + static_cast<uint64_t>(in.immediate);
+    if (at + in.count * sizeof(T) > parameters.size() || at % sizeof(T))
+        fault(warp, in, warp.exec, "a parameter that is not there");
+    for (int i = 0; i < in.count; ++i) {
+        T value;
+        std::memcpy(&value, parameters.data() + at + i * sizeof(T), sizeof(T));
+        auto* const out = warp.at<R>(in.list[i]);
+        for (int l = 0; l < kLanes; ++l) out[l] = (warp.exec >> l & 1) ? static_cast<R>(value) : out[l];
+    }
+}
+
 template <Space kSpace, typename T, typename R> void load(Warp& warp, const Instruction& in) {
+    if (kSpace == Space::Parameter && (in.o[0] & 1)) return loadParameter<T, R>(warp, in);
     Addresses from;
     findAddresses<kSpace>(warp, in, sizeof(T) * in.count, false, from);
     for (int i = 0; i < in.count; ++i) {
@@ -171,7 +194,9 @@ template <Space kSpace> Handler storeIn(int bytes, int registerBytes) {
                             : store<kSpace, uint8_t, uint64_t>;
     }
     if (bytes == 8) return nullptr;
-    return bytes == 4 ? store<kSpace, uint32_t, uint32_t> : bytes == 2 ? store<kSpace, uint16_t, uint32_t> : store<kSpace, uint8_t, uint32_t>;
+    return bytes == 4   ? store<kSpace, uint32_t, uint32_t>
+           : bytes == 2 ? store<kSpace, uint16_t, uint32_t>
+                        : store<kSpace, uint8_t, uint32_t>;
 }
 
 // --- atomics --------------------------------------------------------------------------------------------------------
@@ -263,22 +288,22 @@ template <Space kSpace, bool kToGeneric> void convertAddress(Warp& warp, const I
 
 Handler loadHandler(Space space, int bytes, bool isSigned, int registerBytes) {
     switch (space) {
-        case Space::Generic: return loadIn<Space::Generic>(bytes, isSigned, registerBytes);
-        case Space::Global: return loadIn<Space::Global>(bytes, isSigned, registerBytes);
-        case Space::Shared: return loadIn<Space::Shared>(bytes, isSigned, registerBytes);
-        case Space::Local: return loadIn<Space::Local>(bytes, isSigned, registerBytes);
-        case Space::Parameter: return loadIn<Space::Parameter>(bytes, isSigned, registerBytes);
+    case Space::Generic: return loadIn<Space::Generic>(bytes, isSigned, registerBytes);
+    case Space::Global: return loadIn<Space::Global>(bytes, isSigned, registerBytes);
+    case Space::Shared: return loadIn<Space::Shared>(bytes, isSigned, registerBytes);
+    case Space::Local: return loadIn<Space::Local>(bytes, isSigned, registerBytes);
+    case Space::Parameter: return loadIn<Space::Parameter>(bytes, isSigned, registerBytes);
     }
     return nullptr;
 }
 
 Handler storeHandler(Space space, int bytes, int registerBytes) {
     switch (space) {
-        case Space::Generic: return storeIn<Space::Generic>(bytes, registerBytes);
-        case Space::Global: return storeIn<Space::Global>(bytes, registerBytes);
-        case Space::Shared: return storeIn<Space::Shared>(bytes, registerBytes);
-        case Space::Local: return storeIn<Space::Local>(bytes, registerBytes);
-        case Space::Parameter: return nullptr;
+    case Space::Generic: return storeIn<Space::Generic>(bytes, registerBytes);
+    case Space::Global: return storeIn<Space::Global>(bytes, registerBytes);
+    case Space::Shared: return storeIn<Space::Shared>(bytes, registerBytes);
+    case Space::Local: return storeIn<Space::Local>(bytes, registerBytes);
+    case Space::Parameter: return nullptr;
     }
     return nullptr;
 }
@@ -291,8 +316,10 @@ Handler atomicHandler(std::string_view operation, std::string_view type, Space s
 }
 
 Handler addressHandler(Space space, bool toGeneric) {
-    if (space == Space::Shared) return toGeneric ? convertAddress<Space::Shared, true> : convertAddress<Space::Shared, false>;
-    if (space == Space::Local) return toGeneric ? convertAddress<Space::Local, true> : convertAddress<Space::Local, false>;
+    if (space == Space::Shared)
+        return toGeneric ? convertAddress<Space::Shared, true> : convertAddress<Space::Shared, false>;
+    if (space == Space::Local)
+        return toGeneric ? convertAddress<Space::Local, true> : convertAddress<Space::Local, false>;
     return nullptr;
 }
 
@@ -331,7 +358,8 @@ void copyAsyncHandler(Warp& warp, const Instruction& in) {
 }
 
 void closeCopiesHandler(Warp& warp, const Instruction& in) {
-    if (warp.exec != (warp.lanes & ~warp.exited)) fault(warp, in, warp.exec, "a group of copies that only some lanes close");
+    if (warp.exec != (warp.lanes & ~warp.exited))
+        fault(warp, in, warp.exec, "a group of copies that only some lanes close");
     ++warp.copyGroups;
 }
 

@@ -36,26 +36,20 @@ struct Move {
 };
 struct Add {
     template <typename T> static T of(T a, T b) {
-        if constexpr (isFloat<T>)
-            return a + b;
-        else
-            return static_cast<T>(static_cast<Wide<T>>(a) + static_cast<Wide<T>>(b));
+        if constexpr (isFloat<T>) return a + b;
+        else return static_cast<T>(static_cast<Wide<T>>(a) + static_cast<Wide<T>>(b));
     }
 };
 struct Subtract {
     template <typename T> static T of(T a, T b) {
-        if constexpr (isFloat<T>)
-            return a - b;
-        else
-            return static_cast<T>(static_cast<Wide<T>>(a) - static_cast<Wide<T>>(b));
+        if constexpr (isFloat<T>) return a - b;
+        else return static_cast<T>(static_cast<Wide<T>>(a) - static_cast<Wide<T>>(b));
     }
 };
 struct Multiply {
     template <typename T> static T of(T a, T b) {
-        if constexpr (isFloat<T>)
-            return a * b;
-        else
-            return static_cast<T>(static_cast<Wide<T>>(a) * static_cast<Wide<T>>(b));
+        if constexpr (isFloat<T>) return a * b;
+        else return static_cast<T>(static_cast<Wide<T>>(a) * static_cast<Wide<T>>(b));
     }
 };
 struct MultiplyWide {
@@ -100,18 +94,14 @@ struct Remainder {
 };
 struct Negate {
     template <typename T> static T of(T a) {
-        if constexpr (isFloat<T>)
-            return -a;
-        else
-            return static_cast<T>(0 - static_cast<Wide<T>>(a));
+        if constexpr (isFloat<T>) return -a;
+        else return static_cast<T>(0 - static_cast<Wide<T>>(a));
     }
 };
 struct Absolute {
     template <typename T> static T of(T a) {
-        if constexpr (isFloat<T>)
-            return std::fabs(a);
-        else
-            return a < 0 ? Negate::of<T>(a) : a;
+        if constexpr (isFloat<T>) return std::fabs(a);
+        else return a < 0 ? Negate::of<T>(a) : a;
     }
 };
 // Of a number and a NaN the number; +0 is more than -0.
@@ -187,17 +177,19 @@ struct ShiftLeft {
 struct ShiftRight {
     template <typename T> static T of(T a, u32 by) {
         constexpr u32 kMost = sizeof(T) * 8 - 1;
-        if constexpr (std::is_signed_v<T>)
-            return static_cast<T>(a >> (by > kMost ? kMost : by));
-        else
-            return by > kMost ? T{0} : static_cast<T>(a >> (by & kMost));
+        if constexpr (std::is_signed_v<T>) return static_cast<T>(a >> (by > kMost ? kMost : by));
+        else return by > kMost ? T{0} : static_cast<T>(a >> (by & kMost));
     }
 };
 struct FunnelLeftWrap {
-    static u32 of(u32 low, u32 high, u32 by) { return static_cast<u32>(((static_cast<u64>(high) << 32 | low) << (by & 31)) >> 32); }
+    static u32 of(u32 low, u32 high, u32 by) {
+        return static_cast<u32>(((static_cast<u64>(high) << 32 | low) << (by & 31)) >> 32);
+    }
 };
 struct FunnelRightWrap {
-    static u32 of(u32 low, u32 high, u32 by) { return static_cast<u32>((static_cast<u64>(high) << 32 | low) >> (by & 31)); }
+    static u32 of(u32 low, u32 high, u32 by) {
+        return static_cast<u32>((static_cast<u64>(high) << 32 | low) >> (by & 31));
+    }
 };
 struct FunnelLeftClamp {
     static u32 of(u32 low, u32 high, u32 by) {
@@ -264,12 +256,12 @@ struct Reverse {
 };
 struct Permute {
     static u32 of(u32 a, u32 b, u32 choice) {
-        const u64 both = static_cast<u64>(b) << 32 | a;
         u32 out = 0;
         for (int i = 0; i < 4; ++i) {
             const u32 which = choice >> (4 * i) & 15;
-            const u32 byte = static_cast<u32>(both >> (8 * (which & 7))) & 255;
-            out |= (which & 8 ? (byte & 128 ? 255u : 0u) : byte) << (8 * i);
+            const u32 byte = (which & 4 ? b : a) >> (8 * (which & 3)) & 255;
+            const u32 sign = (0 - (byte >> 7)) & 255;
+            out |= (which & 8 ? sign : byte) << (8 * i);
         }
         return out;
     }
@@ -290,7 +282,8 @@ struct Select {
 
 template <typename A, typename B> struct DotBytes {
     static u32 of(u32 a, u32 b, u32 c) {
-        for (int i = 0; i < 32; i += 8) c += static_cast<u32>(static_cast<s32>(static_cast<A>(a >> i)) * static_cast<s32>(static_cast<B>(b >> i)));
+        for (int i = 0; i < 32; i += 8)
+            c += static_cast<u32>(static_cast<s32>(static_cast<A>(a >> i)) * static_cast<s32>(static_cast<B>(b >> i)));
         return c;
     }
 };
@@ -372,7 +365,9 @@ struct FromHalf {
     static f32 of(u16 a) { return _cvtsh_ss(a); }
 };
 struct ToHalf {
-    static u16 of(f32 a) { return a != a ? 0x7fff : static_cast<u16>(_cvtss_sh(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); }
+    static u16 of(f32 a) {
+        return a != a ? 0x7fff : static_cast<u16>(_cvtss_sh(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
 };
 inline u32 brainBits(f32 a) {
     const u32 bits = toWord(a);
@@ -474,7 +469,8 @@ template <typename T> void addTests(Table& table, const std::string& type) {
 template <typename D, typename S> void addConversion(Table& table, const std::string& to, const std::string& from) {
     if constexpr (isFloat<D> && isFloat<S>) {
         if (sizeof(D) == sizeof(S)) return;
-        table["cvt." + std::string(sizeof(D) < sizeof(S) ? "rn." : "") + to + "." + from] = operation<Convert<D>, D, S>();
+        table["cvt." + std::string(sizeof(D) < sizeof(S) ? "rn." : "") + to + "." + from] =
+            operation<Convert<D>, D, S>();
     } else if constexpr (isFloat<D>) {
         table["cvt.rn." + to + "." + from] = operation<Convert<D>, D, S>();
     } else if constexpr (isFloat<S>) {

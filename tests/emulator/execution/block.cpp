@@ -57,6 +57,7 @@ void Warp::start(Block& owner, int which, uint32_t present) {
     copyGroups = 0;
 
     const auto fill = [&](Special special, auto value) {
+        if (!(kernel.specials >> static_cast<int>(special) & 1)) return;
         auto* out = at<uint32_t>(static_cast<int>(special) * kSlotBytes);
         for (int l = 0; l < kLanes; ++l) out[l] = value(static_cast<unsigned>(l));
     };
@@ -171,12 +172,13 @@ bool Block::run() {
         if (done) return true;
         releaseWithoutExited();
         if (!ran) {
-            const bool stuck = std::none_of(_warps.begin(), _warps.end(),
-                                            [](const Warp& w) { return w.state == Warp::State::Ready; });
+            const bool stuck =
+                std::none_of(_warps.begin(), _warps.end(), [](const Warp& w) { return w.state == Warp::State::Ready; });
             if (stuck) {
                 for (const Warp& warp : _warps)
                     if (warp.state == Warp::State::AtBarrier)
-                        fault(warp, *warp.barrierInstruction, warp.active, "waits at a barrier that the others never reach");
+                        fault(warp, *warp.barrierInstruction, warp.active,
+                              "waits at a barrier that the others never reach");
             }
         }
         if (isPaused) return false;
@@ -186,7 +188,8 @@ bool Block::run() {
 void Block::arrive(Warp& warp, int number, int threads) {
     if (number < 0 || number >= 16) fault(warp, *warp.barrierInstruction, warp.active, "a barrier that does not exist");
     const uint32_t present = warp.lanes & ~warp.exited;
-    if (warp.exec != present) fault(warp, *warp.barrierInstruction, warp.exec, "a barrier that only a part of a warp's lanes reached");
+    if (warp.exec != present)
+        fault(warp, *warp.barrierInstruction, warp.exec, "a barrier that only a part of a warp's lanes reached");
     Barrier& barrier = _barriers[number];
     if (threads % kLanes) fault(warp, *warp.barrierInstruction, warp.exec, "a barrier of parts of warps");
     if (!barrier.here.empty() && barrier.expected != threads)
@@ -202,8 +205,8 @@ void Block::arrive(Warp& warp, int number, int threads) {
 }
 
 void Block::releaseWithoutExited() {
-    const auto left = static_cast<size_t>(std::count_if(
-        _warps.begin(), _warps.end(), [](const Warp& warp) { return warp.state != Warp::State::Done; }));
+    const auto left = static_cast<size_t>(
+        std::count_if(_warps.begin(), _warps.end(), [](const Warp& warp) { return warp.state != Warp::State::Done; }));
     for (Barrier& barrier : _barriers)
         if (!barrier.here.empty() && barrier.expected == 0 && barrier.here.size() == left) release(barrier);
 }
@@ -253,10 +256,8 @@ void Launch::run() {
         }
         std::unique_ptr<Block> block = std::move(running.front());
         running.pop_front();
-        if (block->run())
-            unused.push_back(std::move(block));
-        else
-            running.push_back(std::move(block));
+        if (block->run()) unused.push_back(std::move(block));
+        else running.push_back(std::move(block));
     }
 }
 

@@ -13,8 +13,8 @@ namespace sharpi::emulator {
 struct Operation {
     Handler run = nullptr;
     int results = 1;
-    int count = 0;                              // of operands, with the results
-    std::array<int8_t, kOperands> bytes = {};   // what an operand's lanes take: 4 or 8
+    int count = 0;                             // of operands, with the results
+    std::array<int8_t, kOperands> bytes = {};  // what an operand's lanes take: 4 or 8
     int64_t immediate = 0;
 };
 
@@ -29,13 +29,14 @@ Handler storeHandler(Space space, int bytes, int registerBytes);
 // add.u32 and so on; null if it is not emulated.
 Handler atomicHandler(std::string_view operation, std::string_view type, Space space);
 Handler addressHandler(Space space, bool toGeneric);
-void copyAsyncHandler(Warp& warp, const Instruction& in);    // o: to, from, bytes that are used; immediate: bytes
+void copyAsyncHandler(Warp& warp, const Instruction& in);  // o: to, from, bytes that are used; immediate: bytes
 void closeCopiesHandler(Warp& warp, const Instruction& in);
-void waitForCopiesHandler(Warp& warp, const Instruction& in);  // immediate: how many groups may remain; -1: all and open ones
-void loadMatricesHandler(Warp& warp, const Instruction& in);   // o[0]: address; list: results; negated: transposed
-void packHandler16(Warp& warp, const Instruction& in);         // o[0] = {list}
+void waitForCopiesHandler(Warp& warp,
+                          const Instruction& in);  // immediate: how many groups may remain; -1: all and open ones
+void loadMatricesHandler(Warp& warp, const Instruction& in);  // o[0]: address; list: results; negated: transposed
+void packHandler16(Warp& warp, const Instruction& in);        // o[0] = {list}
 void packHandler32(Warp& warp, const Instruction& in);
-void unpackHandler16(Warp& warp, const Instruction& in);       // {list} = o[0]
+void unpackHandler16(Warp& warp, const Instruction& in);  // {list} = o[0]
 void unpackHandler32(Warp& warp, const Instruction& in);
 // list: results, a, b, c. Null if it is not emulated.
 Handler matrixProductHandler(std::string_view name);

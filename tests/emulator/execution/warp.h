@@ -47,7 +47,7 @@ public:
     State state = State::Ready;
     bool paused = false;  // waits for something that another block or the host does
     int64_t pc = 0;
-    uint32_t lanes = 0;   // that it began with
+    uint32_t lanes = 0;  // that it began with
     uint32_t exited = 0;
     uint32_t active = 0;  // on the way that it is on
     uint32_t exec = 0;    // that execute the instruction

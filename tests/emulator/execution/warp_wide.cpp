@@ -16,7 +16,8 @@ namespace {
 void checkMembers(Warp& warp, const Instruction& in, const uint32_t* members) {
     forLanes(warp.exec, [&](int l) {
         const uint32_t missing = members[l] & ~warp.exec & warp.lanes & ~warp.exited;
-        if (!(members[l] >> l & 1)) fault(warp, in, 1u << l, "an instruction of a warp by a lane that it does not name");
+        if (!(members[l] >> l & 1))
+            fault(warp, in, 1u << l, "an instruction of a warp by a lane that it does not name");
         if (missing) fault(warp, in, missing, "an instruction of a warp that names lanes that are elsewhere");
     });
 }
@@ -36,25 +37,26 @@ template <Shuffle kMode> void shuffle(Warp& warp, const Instruction& in) {
         int from = l;
         bool inside = true;
         switch (kMode) {
-            case Shuffle::Up:
-                from = l - b;
-                inside = from >= last;
-                break;
-            case Shuffle::Down:
-                from = l + b;
-                inside = from <= last;
-                break;
-            case Shuffle::Butterfly:
-                from = l ^ b;
-                inside = from <= last;
-                break;
-            case Shuffle::Index:
-                from = first | (b & ~segment);
-                inside = from <= last;
-                break;
+        case Shuffle::Up:
+            from = l - b;
+            inside = from >= last;
+            break;
+        case Shuffle::Down:
+            from = l + b;
+            inside = from <= last;
+            break;
+        case Shuffle::Butterfly:
+            from = l ^ b;
+            inside = from <= last;
+            break;
+        case Shuffle::Index:
+            from = first | (b & ~segment);
+            inside = from <= last;
+            break;
         }
         if (!inside) from = l;
-        if (!(warp.exec >> from & 1)) fault(warp, in, 1u << l, "a shuffle from lane " + std::to_string(from) + ", which is not there");
+        if (!(warp.exec >> from & 1))
+            fault(warp, in, 1u << l, "a shuffle from lane " + std::to_string(from) + ", which is not there");
         results[l] = values[from];
         valid[l] = inside ? ~0u : 0;
     });
@@ -80,7 +82,9 @@ template <Vote kVote> void vote(Warp& warp, const Instruction& in) {
     fillResult(warp, in, [&](int l) -> uint32_t {
         const uint32_t asked = members[l] & warp.exec, yes = chosen & asked;
         if (kVote == Vote::Ballot) return yes;
-        const bool result = kVote == Vote::Any ? yes != 0 : kVote == Vote::All ? yes == asked : yes == 0 || yes == asked;
+        const bool result = kVote == Vote::Any   ? yes != 0
+                            : kVote == Vote::All ? yes == asked
+                                                 : yes == 0 || yes == asked;
         return result ? ~0u : 0;
     });
 }
@@ -231,8 +235,9 @@ template <int kDepth> void productOfBytes(Warp& warp, const Instruction& in) {
         for (int k = 0; k < kDepth / 2; ++k) {
             int32_t pair;
             std::memcpy(&pair, &left[row][2 * k], sizeof(pair));
-            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_set1_epi32(pair),
-                                                          _mm256_load_si256(reinterpret_cast<const __m256i*>(right[k]))));
+            sum =
+                _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_set1_epi32(pair),
+                                                        _mm256_load_si256(reinterpret_cast<const __m256i*>(right[k]))));
         }
         _mm256_store_si256(reinterpret_cast<__m256i*>(sums[row]), sum);
     }
@@ -291,7 +296,8 @@ template <typename Part> void pack(Warp& warp, const Instruction& in) {
     auto* out = warp.at<Whole>(in.o[0]);
     const auto *low = warp.at<const uint32_t>(in.list[0]), *high = warp.at<const uint32_t>(in.list[1]);
     forLanes(warp.exec, [&](int l) {
-        out[l] = static_cast<Whole>(static_cast<Part>(low[l])) | static_cast<Whole>(static_cast<Part>(high[l])) << (8 * sizeof(Part));
+        out[l] = static_cast<Whole>(static_cast<Part>(low[l])) | static_cast<Whole>(static_cast<Part>(high[l]))
+                                                                     << (8 * sizeof(Part));
     });
 }
 template <typename Part> void unpack(Warp& warp, const Instruction& in) {

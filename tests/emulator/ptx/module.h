@@ -14,7 +14,7 @@ namespace sharpi::emulator {
 
 // A variable in one of the state spaces.
 struct Variable {
-    size_t bytes = 0;     // 0: as much as a launch asks for
+    size_t bytes = 0;  // 0: as much as a launch asks for
     size_t alignment = 1;
     uint8_t* data = nullptr;  // of a global one
 };

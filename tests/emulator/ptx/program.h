@@ -35,22 +35,42 @@ constexpr int kOperands = 6;
 struct Instruction {
     Handler run = nullptr;
     Operand o[kOperands] = {kNone, kNone, kNone, kNone, kNone, kNone};  // results first
-    Operand guard = kNone;                                             // a predicate
-    bool negated = false;                                              // the guard
-    bool control = false;                                              // decides itself what its guard means
-    bool wide = false;                                                 // an address of 64 bits
-    uint8_t count = 0;                                                 // operands in `list`
+    Operand guard = kNone;                                              // a predicate
+    bool negated = false;                                               // the guard
+    bool control = false;                                               // decides itself what its guard means
+    bool wide = false;                                                  // an address of 64 bits
+    uint8_t count = 0;                                                  // operands in `list`
     const Operand* list = nullptr;
-    int64_t immediate = 0;                 // of an address: what is added. Of a branch: where it goes
-    int32_t extra = 0;                     // of a copy: what is added to the other address
-    int32_t join = -1;                     // of a branch: where its lanes meet again; -1: only at the end
-    int32_t index = 0;                     // its own place
-    int32_t file = 0, line = 0;            // where it is from
+    int64_t immediate = 0;       // of an address: what is added. Of a branch: where it goes
+    int32_t extra = 0;           // of a copy: what is added to the other address
+    int32_t join = -1;           // of a branch: where its lanes meet again; -1: only at the end
+    int32_t index = 0;           // its own place
+    int32_t file = 0, line = 0;  // where it is from
 };
 
 // Registers that every warp has at the front of its file, filled when it starts.
-enum class Special { TidX, TidY, TidZ, NtidX, NtidY, NtidZ, CtaidX, CtaidY, CtaidZ, NctaidX, NctaidY, NctaidZ, Lane,
-                     LanesBelowOrAt, LanesBelow, LanesAbove, LanesAboveOrAt, LaneBit, WarpNumber, Count };
+enum class Special {
+    TidX,
+    TidY,
+    TidZ,
+    NtidX,
+    NtidY,
+    NtidZ,
+    CtaidX,
+    CtaidY,
+    CtaidZ,
+    NctaidX,
+    NctaidY,
+    NctaidZ,
+    Lane,
+    LanesBelowOrAt,
+    LanesBelow,
+    LanesAbove,
+    LanesAboveOrAt,
+    LaneBit,
+    WarpNumber,
+    Count
+};
 constexpr int kSpecials = static_cast<int>(Special::Count);
 constexpr int kSlotBytes = kLanes * 4;
 
@@ -66,9 +86,10 @@ struct Kernel {
     size_t registerBytes = 0;
     std::vector<Parameter> parameters;
     size_t parameterBytes = 0;
-    size_t sharedBytes = 0;   // of its variables; what a launch asks for comes after them
-    size_t localBytes = 0;    // of each thread
+    size_t sharedBytes = 0;  // of its variables; what a launch asks for comes after them
+    size_t localBytes = 0;   // of each thread
     int maximumThreads = 1024;
+    uint32_t specials = 0;  // those that it reads, as bits
     const std::vector<std::string>* files = nullptr;
 
     // As "file.cuh:12".

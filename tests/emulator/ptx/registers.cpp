@@ -49,8 +49,7 @@ public:
 private:
     template <typename Body> static void forEach(const Set& set, Body body) {
         for (size_t w = 0; w < set.size(); ++w)
-            for (uint64_t bits = set[w]; bits; bits &= bits - 1)
-                body(static_cast<int>(w * 64 + __builtin_ctzll(bits)));
+            for (uint64_t bits = set[w]; bits; bits &= bits - 1) body(static_cast<int>(w * 64 + __builtin_ctzll(bits)));
     }
 
     void findUses(size_t b) {
@@ -61,10 +60,8 @@ private:
                 if (!has(_set[b], r)) add(_used[b], r);
             const bool always = _draft.kernel->code[i].guard == kNone;
             for (int r : _draft.uses[i].results) {
-                if (always)
-                    add(_set[b], r);
-                else if (!has(_set[b], r))
-                    add(_used[b], r);  // keeps its value in lanes that the guard leaves out
+                if (always) add(_set[b], r);
+                else if (!has(_set[b], r)) add(_used[b], r);  // keeps its value in lanes that the guard leaves out
             }
         }
     }
@@ -121,7 +118,8 @@ void placeRegisters(Draft& draft) {
     }
     const int narrowAt = kSpecials * kSlotBytes, wideAt = narrowAt + count[0] * kSlotBytes;
     for (size_t r = kSpecials; r < place.size(); ++r)
-        place[r] = draft.registers[r].bytes == 8 ? wideAt + place[r] * 2 * kSlotBytes : narrowAt + place[r] * kSlotBytes;
+        place[r] =
+            draft.registers[r].bytes == 8 ? wideAt + place[r] * 2 * kSlotBytes : narrowAt + place[r] * kSlotBytes;
     kernel.registerBytes = wideAt + count[1] * 2 * kSlotBytes;
     const auto settle = [&](Operand& operand) {
         if (!(operand & 1)) operand = place[operand / 2];

@@ -18,17 +18,25 @@ namespace {
 size_t roundedUp(size_t value, size_t to) { return (value + to - 1) / to * to; }
 
 const std::map<std::string_view, Special>& specials() {
-    static const std::map<std::string_view, Special> names = {
-        {"%tid.x", Special::TidX},       {"%tid.y", Special::TidY},
-        {"%tid.z", Special::TidZ},       {"%ntid.x", Special::NtidX},
-        {"%ntid.y", Special::NtidY},     {"%ntid.z", Special::NtidZ},
-        {"%ctaid.x", Special::CtaidX},   {"%ctaid.y", Special::CtaidY},
-        {"%ctaid.z", Special::CtaidZ},   {"%nctaid.x", Special::NctaidX},
-        {"%nctaid.y", Special::NctaidY}, {"%nctaid.z", Special::NctaidZ},
-        {"%laneid", Special::Lane},      {"%lanemask_le", Special::LanesBelowOrAt},
-        {"%lanemask_lt", Special::LanesBelow}, {"%lanemask_gt", Special::LanesAbove},
-        {"%lanemask_ge", Special::LanesAboveOrAt}, {"%lanemask_eq", Special::LaneBit},
-        {"%warpid", Special::WarpNumber}};
+    static const std::map<std::string_view, Special> names = {{"%tid.x", Special::TidX},
+                                                              {"%tid.y", Special::TidY},
+                                                              {"%tid.z", Special::TidZ},
+                                                              {"%ntid.x", Special::NtidX},
+                                                              {"%ntid.y", Special::NtidY},
+                                                              {"%ntid.z", Special::NtidZ},
+                                                              {"%ctaid.x", Special::CtaidX},
+                                                              {"%ctaid.y", Special::CtaidY},
+                                                              {"%ctaid.z", Special::CtaidZ},
+                                                              {"%nctaid.x", Special::NctaidX},
+                                                              {"%nctaid.y", Special::NctaidY},
+                                                              {"%nctaid.z", Special::NctaidZ},
+                                                              {"%laneid", Special::Lane},
+                                                              {"%lanemask_le", Special::LanesBelowOrAt},
+                                                              {"%lanemask_lt", Special::LanesBelow},
+                                                              {"%lanemask_gt", Special::LanesAbove},
+                                                              {"%lanemask_ge", Special::LanesAboveOrAt},
+                                                              {"%lanemask_eq", Special::LaneBit},
+                                                              {"%warpid", Special::WarpNumber}};
     return names;
 }
 
@@ -50,7 +58,8 @@ public:
         addJoins(_draft, joinHandler);
         placeRegisters(_draft);
         layOutShared();
-        for (Instruction& in : _kernel().code) in.list = in.list ? _kernel().lists[reinterpret_cast<size_t>(in.list) - 1].data() : nullptr;
+        for (Instruction& in : _kernel().code)
+            in.list = in.list ? _kernel().lists[reinterpret_cast<size_t>(in.list) - 1].data() : nullptr;
         return std::move(_draft.kernel);
     }
 
@@ -89,24 +98,24 @@ private:
         for (;;) {
             const Statements::Kind kind = statements.next(_statement);
             switch (kind) {
-                case Statements::Kind::End: return;
-                case Statements::Kind::Open: _scopes.emplace_back(); break;
-                case Statements::Kind::Close: _scopes.pop_back(); break;
-                case Statements::Kind::Label: _labels[std::string(_statement)] = static_cast<int>(_kernel().code.size()); break;
-                case Statements::Kind::File: break;
-                case Statements::Kind::Location: {
-                    char* end = nullptr;
-                    const std::string text(_statement.substr(4));
-                    _file = static_cast<int>(std::strtol(text.c_str(), &end, 10));
-                    _line = static_cast<int>(std::strtol(end, nullptr, 10));
-                    break;
-                }
-                case Statements::Kind::Statement:
-                    if (_statement.empty()) break;
-                    if (_statement[0] == '.')
-                        declare();
-                    else
-                        translate();
+            case Statements::Kind::End: return;
+            case Statements::Kind::Open: _scopes.emplace_back(); break;
+            case Statements::Kind::Close: _scopes.pop_back(); break;
+            case Statements::Kind::Label:
+                _labels[std::string(_statement)] = static_cast<int>(_kernel().code.size());
+                break;
+            case Statements::Kind::File: break;
+            case Statements::Kind::Location: {
+                char* end = nullptr;
+                const std::string text(_statement.substr(4));
+                _file = static_cast<int>(std::strtol(text.c_str(), &end, 10));
+                _line = static_cast<int>(std::strtol(end, nullptr, 10));
+                break;
+            }
+            case Statements::Kind::Statement:
+                if (_statement.empty()) break;
+                if (_statement[0] == '.') declare();
+                else translate();
             }
         }
     }
@@ -156,19 +165,24 @@ private:
     Operand constant(uint64_t bits, int bytes) {
         if (bytes == 4) bits &= 0xffffffffu;
         const auto [found, isNew] = _constants.try_emplace({bits, bytes}, 0);
-        if (isNew) {
-            std::vector<uint8_t>& all = _kernel().constants;
-            found->second = static_cast<int>(all.size()) | 1;
-            for (int l = 0; l < kLanes; ++l)
-                all.insert(all.end(), reinterpret_cast<const uint8_t*>(&bits), reinterpret_cast<const uint8_t*>(&bits) + bytes);
-        }
+        if (isNew) found->second = addConstant(bits, bytes);
         return found->second;
+    }
+    Operand addConstant(uint64_t bits, int bytes) {
+        std::vector<uint8_t>& all = _kernel().constants;
+        const auto operand = static_cast<Operand>(all.size()) | 1;
+        const auto* first = reinterpret_cast<const uint8_t*>(&bits);
+        for (int l = 0; l < kLanes; ++l) all.insert(all.end(), first, first + bytes);
+        return operand;
     }
 
     // -1 if it is no register.
     int findRegister(std::string_view name) {
         const auto special = specials().find(name);
-        if (special != specials().end()) return static_cast<int>(special->second);
+        if (special != specials().end()) {
+            _kernel().specials |= 1u << static_cast<int>(special->second);
+            return static_cast<int>(special->second);
+        }
         const std::string key(name);
         for (size_t s = _scopes.size(); s-- > 0;) {
             const auto found = _scopes[s].find(key);
@@ -189,13 +203,13 @@ private:
     Operand source(std::string_view name, int bytes) {
         const int reg = findRegister(name);
         if (reg >= 0) {
-            if (bytes && _draft.registers[reg].bytes != bytes) refuse("a register of another size than the instruction");
+            if (bytes && _draft.registers[reg].bytes != bytes)
+                refuse("a register of another size than the instruction");
             _draft.uses.back().sources.push_back(reg);
             return draftOperand(reg);
         }
         uint64_t bits = 0;
         if (readNumber(name, bytes, bits)) return constant(bits, bytes);
-        if (_typeIsPredicate) refuse("an operand that is not understood");
         Space space;
         int64_t added = 0;
         size_t at = 0;
@@ -207,7 +221,7 @@ private:
             added = static_cast<int64_t>(number);
         }
         if (!findSymbol(std::string(symbol), space, at)) refuse("an operand that is not understood");
-        return constant(at + added, bytes);
+        return symbolAddress(space, at + added, bytes);
     }
 
     // The address of a variable in its space.
@@ -239,7 +253,7 @@ private:
 
     // Variables are laid out in the order of their first use. What the launch asks for comes after all: until their
     // sizes are known it is at kDynamic.
-    static constexpr uint32_t kDynamic = 0x40000000;
+    static constexpr size_t kDynamic = 0x40000000, kDynamicAlignment = 1024;
     size_t placeShared(const std::string& name, const Variable& variable) {
         if (variable.bytes == 0) return kDynamic;
         const auto [found, isNew] = _sharedAt.try_emplace(name, 0);
@@ -251,23 +265,25 @@ private:
         }
         return found->second;
     }
+    // The constants of such addresses are kept apart from others, which may happen to be the same numbers.
+    Operand symbolAddress(Space space, size_t at, int bytes) {
+        if (space != Space::Shared || at < kDynamic) return constant(at, bytes);
+        if (bytes != 4) refuse("an address of 64 bits in shared memory");
+        const auto [found, isNew] = _dynamicConstants.try_emplace(at, 0);
+        if (isNew) found->second = addConstant(at, 4);
+        return found->second;
+    }
     void layOutShared() {
         Kernel& kernel = _kernel();
-        bool dynamic = false;
-        const auto isDynamic = [](uint64_t at) { return at >= kDynamic && at < kDynamic + (1u << 20); };
-        for (const auto& [key, operand] : _constants) dynamic = dynamic || isDynamic(key.first);
-        if (dynamic || _dynamicAddress) kernel.sharedBytes = roundedUp(kernel.sharedBytes, 1024);
-        for (const Operand operand : _dynamicConstants) {
-            uint8_t* words = kernel.constants.data() + (operand & ~1);
-            uint32_t first;
-            std::memcpy(&first, words, sizeof(first));
-            const uint32_t moved = static_cast<uint32_t>(first - kDynamic + kernel.sharedBytes);
-            for (int l = 0; l < kLanes; ++l) std::memcpy(words + l * 4, &moved, 4);
+        if (!_dynamicConstants.empty()) kernel.sharedBytes = roundedUp(kernel.sharedBytes, kDynamicAlignment);
+        for (const auto& [at, operand] : _dynamicConstants) {
+            const auto moved = static_cast<uint32_t>(at - kDynamic + kernel.sharedBytes);
+            for (int l = 0; l < kLanes; ++l) std::memcpy(kernel.constants.data() + (operand & ~1) + l * 4, &moved, 4);
         }
     }
 
     // "[%rd1+8]": the base becomes an operand.
-    Operand address(std::string_view text, Space& space, int64_t& added, bool& wide) {
+    Operand address(std::string_view text, int64_t& added, bool& wide) {
         if (text.size() < 2 || text.front() != '[') refuse("an address that is not understood");
         text = trimmed(text.substr(1, text.size() - 2));
         std::string_view base = text;
@@ -290,23 +306,9 @@ private:
         if (readNumber(base, 8, bits)) return constant(bits, 8);
         Space found;
         if (!findSymbol(std::string(base), found, at)) refuse("an address that is not understood");
-        if (found == Space::Shared) {
-            wide = false;
-            return sharedConstant(at);
-        }
-        return constant(at, 8);
+        wide = found != Space::Shared;
+        return symbolAddress(found, at, wide ? 8 : 4);
     }
-    Operand sharedConstant(size_t at) {
-        const Operand operand = constant(at, 4);
-        if (at >= kDynamic) noteDynamic(operand);
-        return operand;
-    }
-    void noteDynamic(Operand operand) {
-        _dynamicAddress = true;
-        if (std::find(_dynamicConstants.begin(), _dynamicConstants.end(), operand) == _dynamicConstants.end())
-            _dynamicConstants.push_back(operand);
-    }
-
     // "{%r1, %r2}" or "%r1".
     static std::vector<std::string_view> elements(std::string_view text) {
         if (text.front() != '{') return {text};
@@ -354,34 +356,22 @@ private:
             at = dot + 1;
         }
         const std::string_view kind = _parts[0];
-        if (kind == "bra")
-            translateBranch();
-        else if (kind == "ret" || kind == "exit")
-            current().run = exitHandler;
-        else if (kind == "ld" || kind == "st")
-            translateAccess(kind == "ld");
-        else if (kind == "atom" || kind == "red")
-            translateAtomic(kind == "red");
-        else if (kind == "mov")
-            translateMove();
-        else if (kind == "cvta")
-            translateAddress();
-        else if (kind == "mma")
-            translateProduct();
-        else if (kind == "ldmatrix")
-            translateMatrices();
-        else if (kind == "cp")
-            translateCopy();
+        if (kind == "bra") translateBranch();
+        else if (kind == "ret" || kind == "exit") current().run = exitHandler;
+        else if (kind == "ld" || kind == "st") translateAccess(kind == "ld");
+        else if (kind == "atom" || kind == "red") translateAtomic(kind == "red");
+        else if (kind == "mov") translateMove();
+        else if (kind == "cvta") translateAddress();
+        else if (kind == "mma") translateProduct();
+        else if (kind == "ldmatrix") translateMatrices();
+        else if (kind == "cp") translateCopy();
         else if ((kind == "bar" || kind == "barrier") && _name != "bar.warp.sync" && _parts[1] != "cluster")
             translateBarrier();
         else if (kind == "membar" || kind == "fence" || kind == "prefetch" || kind == "griddepcontrol")
             current().run = nothingHandler;
-        else if (kind == "nanosleep")
-            current().run = pauseHandler;
-        else if (kind == "trap")
-            current().run = trapHandler;
-        else
-            translateOperation(_name);
+        else if (kind == "nanosleep") current().run = pauseHandler;
+        else if (kind == "trap") current().run = trapHandler;
+        else translateOperation(_name);
     }
 
     void translateBranch() {
@@ -457,11 +447,11 @@ private:
         const std::string_view type = _parts.back();
         const int bytes = bytesOfType(type);
         if (!bytes || _operands.size() != 2) refuse("an instruction that is not emulated");
-        Space where = space();
+        const Space where = space();
         const std::vector<std::string_view> values = elements(_operands[isLoad ? 0 : 1]);
         const std::string_view place = _operands[isLoad ? 1 : 0];
         Instruction& in = current();
-        in.o[0] = address(place, where, in.immediate, in.wide);
+        in.o[0] = address(place, in.immediate, in.wide);
         if (where == Space::Generic && !in.wide) refuse("an address of 32 bits");
         std::vector<Operand> list;
         int registerBytes = 4;
@@ -469,8 +459,10 @@ private:
             const int reg = findRegister(value);
             registerBytes = reg >= 0 ? _draft.registers[reg].bytes : bytes == 8 ? 8 : 4;
         }
-        for (std::string_view value : values) list.push_back(isLoad ? result(value, registerBytes) : source(value, registerBytes));
-        in.run = isLoad ? loadHandler(where, bytes, type[0] == 's', registerBytes) : storeHandler(where, bytes, registerBytes);
+        for (std::string_view value : values)
+            list.push_back(isLoad ? result(value, registerBytes) : source(value, registerBytes));
+        in.run = isLoad ? loadHandler(where, bytes, type[0] == 's', registerBytes)
+                        : storeHandler(where, bytes, registerBytes);
         if (!in.run) refuse("an instruction that is not emulated");
         setList(std::move(list));
     }
@@ -485,8 +477,7 @@ private:
         size_t next = 0;
         std::string_view to;
         if (!withoutResult) to = _operands[next++];
-        Space unused = where;
-        in.o[0] = address(_operands[next++], unused, in.immediate, in.wide);
+        in.o[0] = address(_operands[next++], in.immediate, in.wide);
         if (!withoutResult) in.o[1] = result(to, bytes);
         in.o[2] = source(_operands[next++], bytes);
         if (next < _operands.size()) in.o[3] = source(_operands[next++], bytes);
@@ -498,16 +489,7 @@ private:
         if (_operands.size() != 2) refuse("an instruction that is not emulated");
         const bool unpacks = _operands[0].front() == '{', packs = _operands[1].front() == '{';
         if (!unpacks && !packs) {
-            _symbolOperand = true;
             translateOperation(_name);
-            // The address of what a launch asks for is not known yet.
-            uint64_t bits = 0;
-            const bool isSymbol = findRegister(_operands[1]) < 0 && !readNumber(_operands[1], bytes, bits);
-            if (isSymbol && (in.o[1] & 1)) {
-                uint32_t word;
-                std::memcpy(&word, _kernel().constants.data() + (in.o[1] & ~1), sizeof(word));
-                if (bytes == 4 && word >= kDynamic && word < kDynamic + (1u << 20)) noteDynamic(in.o[1]);
-            }
             return;
         }
         const std::vector<std::string_view> parts = elements(_operands[unpacks ? 0 : 1]);
@@ -551,8 +533,7 @@ private:
     void translateMatrices() {
         Instruction& in = current();
         if (!has("shared") || !has("b16") || !has("m8n8")) refuse("an instruction that is not emulated");
-        Space where = Space::Shared;
-        in.o[0] = address(_operands.at(1), where, in.immediate, in.wide);
+        in.o[0] = address(_operands.at(1), in.immediate, in.wide);
         if (has("trans")) in.o[1] = constant(0, 4);
         std::vector<Operand> list;
         for (std::string_view part : elements(_operands.at(0))) list.push_back(result(part, 4));
@@ -573,12 +554,11 @@ private:
         } else if (startsWith(_name, "cp.async.bulk.prefetch")) {
             in.run = nothingHandler;
         } else if (startsWith(_name, "cp.async.ca.shared.global") || startsWith(_name, "cp.async.cg.shared.global")) {
-            Space where = Space::Shared;
             int64_t added = 0;
             bool wideTo = false, wideFrom = false;
-            in.o[0] = address(_operands.at(0), where, added, wideTo);
+            in.o[0] = address(_operands.at(0), added, wideTo);
             in.extra = static_cast<int32_t>(added);
-            in.o[1] = address(_operands.at(1), where, in.immediate, wideFrom);
+            in.o[1] = address(_operands.at(1), in.immediate, wideFrom);
             in.wide = wideTo;
             in.count = static_cast<uint8_t>(std::atoi(std::string(_operands.at(2)).c_str()));
             if (_operands.size() > 3) in.o[2] = source(_operands[3], 4);
@@ -611,8 +591,7 @@ private:
     std::map<std::string, Variable> _shared;
     std::map<std::string, int> _labels;
     std::vector<std::pair<int, std::string>> _branches;
-    std::vector<Operand> _dynamicConstants;
-    bool _dynamicAddress = false, _typeIsPredicate = false, _symbolOperand = false;
+    std::map<size_t, Operand> _dynamicConstants;
     std::string _narrowed;
     std::string_view _statement, _name;
     std::vector<std::string_view> _parts, _operands;

@@ -67,7 +67,8 @@ CUresult release(CUmemGenericAllocationHandle handle) {
 }
 // What is mapped counts from here on: the handle is only held until then.
 CUresult map(CUdeviceptr address, size_t bytes, size_t, CUmemGenericAllocationHandle, unsigned long long) {
-    void* const made = mmap(pointer(address), bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    void* const made =
+        mmap(pointer(address), bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
     if (made == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
     DeviceMemory::instance().add(made, bytes);
     DeviceMemory::instance().countMapped(static_cast<int64_t>(bytes));

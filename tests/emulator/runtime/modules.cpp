@@ -73,8 +73,7 @@ std::string ptxOf(const uint8_t* data, int& codeVersion) {
         if (part.kind == kPtx) {
             codeVersion = static_cast<int>(part.architecture);
             const auto* text = reinterpret_cast<const char*>(at + part.headerBytes);
-            if (part.compressedBytes == 0)
-                return std::string(text, strnlen(text, part.bytes));
+            if (part.compressedBytes == 0) return std::string(text, strnlen(text, part.bytes));
         }
         at += part.headerBytes + part.bytes;
     }

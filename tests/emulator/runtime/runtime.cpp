@@ -59,7 +59,8 @@ Work guarded(Work work) {
     };
 }
 
-cudaError_t launchKernel(const void* host, dim3 grid, dim3 block, void** arguments, size_t shared, cudaStream_t stream) {
+cudaError_t launchKernel(const void* host, dim3 grid, dim3 block, void** arguments, size_t shared,
+                         cudaStream_t stream) {
     Function* function = findFunction(host);
     if (!function) return fail(cudaErrorInvalidDeviceFunction);
     auto launch = std::make_shared<Launch>();
@@ -141,14 +142,14 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     switch (attribute) {
-        case cudaDevAttrHostRegisterReadOnlySupported: *value = 1; return cudaSuccess;
-        case cudaDevAttrMultiProcessorCount: {
-            cudaDeviceProp properties;
-            cudaGetDeviceProperties(&properties, 0);
-            *value = properties.multiProcessorCount;
-            return cudaSuccess;
-        }
-        default: *value = 0; return cudaSuccess;
+    case cudaDevAttrHostRegisterReadOnlySupported: *value = 1; return cudaSuccess;
+    case cudaDevAttrMultiProcessorCount: {
+        cudaDeviceProp properties;
+        cudaGetDeviceProperties(&properties, 0);
+        *value = properties.multiProcessorCount;
+        return cudaSuccess;
+    }
+    default: *value = 0; return cudaSuccess;
     }
 }
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
@@ -171,18 +172,18 @@ cudaError_t cudaGetLastError() {
 cudaError_t cudaPeekAtLastError() { return lastError; }
 const char* cudaGetErrorString(cudaError_t status) {
     switch (status) {
-        case cudaSuccess: return "no error";
-        case cudaErrorInvalidValue: return "invalid argument";
-        case cudaErrorMemoryAllocation: return "out of memory";
-        case cudaErrorInvalidConfiguration: return "invalid configuration argument";
-        case cudaErrorInvalidDevice: return "invalid device ordinal";
-        case cudaErrorInvalidDeviceFunction: return "invalid device function";
-        case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
-        case cudaErrorNotReady: return "device not ready";
-        case cudaErrorHostMemoryAlreadyRegistered: return "part or all of the requested memory range is already mapped";
-        case cudaErrorHostMemoryNotRegistered: return "pointer does not correspond to a registered memory region";
-        case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
-        default: return "an error of the emulator";
+    case cudaSuccess: return "no error";
+    case cudaErrorInvalidValue: return "invalid argument";
+    case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorInvalidConfiguration: return "invalid configuration argument";
+    case cudaErrorInvalidDevice: return "invalid device ordinal";
+    case cudaErrorInvalidDeviceFunction: return "invalid device function";
+    case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
+    case cudaErrorNotReady: return "device not ready";
+    case cudaErrorHostMemoryAlreadyRegistered: return "part or all of the requested memory range is already mapped";
+    case cudaErrorHostMemoryNotRegistered: return "pointer does not correspond to a registered memory region";
+    case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
+    default: return "an error of the emulator";
     }
 }
 
@@ -390,7 +391,8 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* ho
     attributes->maxThreadsPerBlock = 1024;
     return cudaSuccess;
 }
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int threads, size_t, unsigned) {
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int threads, size_t,
+                                                                   unsigned) {
     *blocks = std::max(1, std::min(2048 / std::max(threads, 1), 4));
     return cudaSuccess;
 }
@@ -411,10 +413,12 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
     *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(host));
     return cudaSuccess;
 }
-cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared, cudaStream_t stream) {
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared,
+                               cudaStream_t stream) {
     return launchKernel(kernel, grid, block, arguments, shared, stream);
 }
-cudaError_t cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** arguments, size_t shared, cudaStream_t stream) {
+cudaError_t cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** arguments, size_t shared,
+                             cudaStream_t stream) {
     return launchKernel(host, grid, block, arguments, shared, stream);
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* host, void** arguments) {
