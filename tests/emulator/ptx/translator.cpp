@@ -3,51 +3,19 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
 #include <map>
 
 #include "execution/operations.h"
-#include "ptx/draft.h"
-#include "ptx/module.h"
+#include "ptx/operands.h"
 #include "ptx/text.h"
 
 namespace sharpi::emulator {
 
 namespace {
 
-size_t roundedUp(size_t value, size_t to) { return (value + to - 1) / to * to; }
-
-const std::map<std::string_view, Special>& specials() {
-    static const std::map<std::string_view, Special> names = {{"%tid.x", Special::TidX},
-                                                              {"%tid.y", Special::TidY},
-                                                              {"%tid.z", Special::TidZ},
-                                                              {"%ntid.x", Special::NtidX},
-                                                              {"%ntid.y", Special::NtidY},
-                                                              {"%ntid.z", Special::NtidZ},
-                                                              {"%ctaid.x", Special::CtaidX},
-                                                              {"%ctaid.y", Special::CtaidY},
-                                                              {"%ctaid.z", Special::CtaidZ},
-                                                              {"%nctaid.x", Special::NctaidX},
-                                                              {"%nctaid.y", Special::NctaidY},
-                                                              {"%nctaid.z", Special::NctaidZ},
-                                                              {"%laneid", Special::Lane},
-                                                              {"%lanemask_le", Special::LanesBelowOrAt},
-                                                              {"%lanemask_lt", Special::LanesBelow},
-                                                              {"%lanemask_gt", Special::LanesAbove},
-                                                              {"%lanemask_ge", Special::LanesAboveOrAt},
-                                                              {"%lanemask_eq", Special::LaneBit},
-                                                              {"%warpid", Special::WarpNumber}};
-    return names;
-}
-
-class Translator {
+class Translator : private Operands {
 public:
-    Translator(const Module& module, const std::string& name) : _module(module) {
-        _kernel().name = name;
-        _draft.registers.resize(kSpecials);
-        _scopes.emplace_back();
-        constant(0, 4);  // at 0
-    }
+    Translator(const Module& module, const std::string& name) : Operands(module, name) {}
 
     std::unique_ptr<Kernel> run(std::string_view head, std::string_view body) {
         readHead(head);
@@ -58,41 +26,12 @@ public:
         addJoins(_draft, joinHandler);
         placeRegisters(_draft);
         layOutShared();
-        for (Instruction& in : _kernel().code)
-            in.list = in.list ? _kernel().lists[reinterpret_cast<size_t>(in.list) - 1].data() : nullptr;
+        for (Instruction& in : kernel().code)
+            in.list = in.list ? kernel().lists[reinterpret_cast<size_t>(in.list) - 1].data() : nullptr;
         return std::move(_draft.kernel);
     }
 
 private:
-    Kernel& _kernel() { return *_draft.kernel; }
-    Instruction& current() { return _kernel().code.back(); }
-
-    [[noreturn]] void refuse(const std::string& what) {
-        throw Fault(_kernel().name + ": " + what + ": " + std::string(_statement));
-    }
-
-    // --- declarations -----------------------------------------------------------------------------------------------
-
-    void readHead(std::string_view head) {
-        const size_t open = head.find('('), close = head.find(')');
-        if (open == std::string_view::npos) return;
-        size_t at = 0;
-        for (std::string_view text : splitList(head.substr(open + 1, close - open - 1))) {
-            const Declaration declared = readDeclaration(text);
-            at = roundedUp(at, declared.alignment);
-            _parameters[declared.name] = at;
-            _kernel().parameters.push_back({at, declared.bytes});
-            at += declared.bytes;
-        }
-        _kernel().parameterBytes = at;
-        const size_t threads = head.find(".maxntid");
-        if (threads == std::string_view::npos) return;
-        int count = 1;
-        const std::string text(head.substr(threads + 8, head.find('\n', threads) - threads - 8));
-        for (std::string_view part : splitList(text)) count *= std::max(1, std::atoi(std::string(part).c_str()));
-        _kernel().maximumThreads = count;
-    }
-
     void readBody(std::string_view body) {
         Statements statements(body);
         for (;;) {
@@ -102,7 +41,7 @@ private:
             case Statements::Kind::Open: _scopes.emplace_back(); break;
             case Statements::Kind::Close: _scopes.pop_back(); break;
             case Statements::Kind::Label:
-                _labels[std::string(_statement)] = static_cast<int>(_kernel().code.size());
+                _labels[std::string(_statement)] = static_cast<int>(kernel().code.size());
                 break;
             case Statements::Kind::File: break;
             case Statements::Kind::Location: {
@@ -120,195 +59,6 @@ private:
         }
     }
 
-    void declare() {
-        if (startsWith(_statement, ".pragma")) return;
-        if (startsWith(_statement, ".reg")) {
-            const size_t typeAt = _statement.find('.', 1);
-            const size_t typeEnd = std::min(_statement.find_first_of(" \t", typeAt), _statement.size());
-            const std::string_view type = _statement.substr(typeAt, typeEnd - typeAt);
-            Register reg;
-            reg.typeBytes = type == ".pred" ? 0 : bytesOfType(type);
-            if (type != ".pred" && !reg.typeBytes) refuse("registers of a type that is not emulated");
-            reg.bytes = reg.typeBytes == 8 ? 8 : 4;
-            for (std::string_view name : splitList(_statement.substr(typeEnd))) {
-                const size_t angle = name.find('<');
-                if (angle == std::string_view::npos) {
-                    _scopes.back()[std::string(name)] = addRegister(reg);
-                    continue;
-                }
-                const int count = std::atoi(std::string(name.substr(angle + 1)).c_str());
-                for (int i = 0; i < count; ++i)
-                    _scopes.back()[std::string(name.substr(0, angle)) + std::to_string(i)] = addRegister(reg);
-            }
-            return;
-        }
-        const Declaration declared = readDeclaration(_statement);
-        if (startsWith(_statement, ".shared")) {
-            _shared[declared.name] = {declared.bytes, declared.alignment, nullptr};
-        } else if (startsWith(_statement, ".local")) {
-            size_t& bytes = _kernel().localBytes;
-            bytes = roundedUp(bytes, declared.alignment);
-            _local[declared.name] = bytes;
-            bytes = roundedUp(bytes + declared.bytes, 16);
-        } else {
-            refuse("a declaration that is not emulated");
-        }
-    }
-
-    int addRegister(Register reg) {
-        _draft.registers.push_back(reg);
-        return static_cast<int>(_draft.registers.size()) - 1;
-    }
-
-    // --- operands ---------------------------------------------------------------------------------------------------
-
-    Operand constant(uint64_t bits, int bytes) {
-        if (bytes == 4) bits &= 0xffffffffu;
-        const auto [found, isNew] = _constants.try_emplace({bits, bytes}, 0);
-        if (isNew) found->second = addConstant(bits, bytes);
-        return found->second;
-    }
-    Operand addConstant(uint64_t bits, int bytes) {
-        std::vector<uint8_t>& all = _kernel().constants;
-        const auto operand = static_cast<Operand>(all.size()) | 1;
-        const auto* first = reinterpret_cast<const uint8_t*>(&bits);
-        for (int l = 0; l < kLanes; ++l) all.insert(all.end(), first, first + bytes);
-        return operand;
-    }
-
-    // -1 if it is no register.
-    int findRegister(std::string_view name) {
-        const auto special = specials().find(name);
-        if (special != specials().end()) {
-            _kernel().specials |= 1u << static_cast<int>(special->second);
-            return static_cast<int>(special->second);
-        }
-        const std::string key(name);
-        for (size_t s = _scopes.size(); s-- > 0;) {
-            const auto found = _scopes[s].find(key);
-            if (found != _scopes[s].end()) return found->second;
-        }
-        return -1;
-    }
-
-    Operand result(std::string_view name, int bytes) {
-        if (name == "_") return kNone;
-        const int reg = findRegister(name);
-        if (reg < 0) refuse("a result that is no register");
-        if (bytes && _draft.registers[reg].bytes != bytes) refuse("a register of another size than the instruction");
-        _draft.uses.back().results.push_back(reg);
-        return draftOperand(reg);
-    }
-
-    Operand source(std::string_view name, int bytes) {
-        const int reg = findRegister(name);
-        if (reg >= 0) {
-            if (bytes && _draft.registers[reg].bytes != bytes)
-                refuse("a register of another size than the instruction");
-            _draft.uses.back().sources.push_back(reg);
-            return draftOperand(reg);
-        }
-        uint64_t bits = 0;
-        if (readNumber(name, bytes, bits)) return constant(bits, bytes);
-        Space space;
-        int64_t added = 0;
-        size_t at = 0;
-        std::string_view symbol = name;
-        if (const size_t plus = name.find('+'); plus != std::string_view::npos) {
-            symbol = trimmed(name.substr(0, plus));
-            uint64_t number = 0;
-            if (!readNumber(name.substr(plus + 1), 8, number)) refuse("an operand that is not understood");
-            added = static_cast<int64_t>(number);
-        }
-        if (!findSymbol(std::string(symbol), space, at)) refuse("an operand that is not understood");
-        return symbolAddress(space, at + added, bytes);
-    }
-
-    // The address of a variable in its space.
-    bool findSymbol(const std::string& name, Space& space, size_t& at) {
-        if (const auto found = _parameters.find(name); found != _parameters.end()) {
-            space = Space::Parameter;
-            at = found->second;
-            return true;
-        }
-        if (const auto found = _local.find(name); found != _local.end()) {
-            space = Space::Local;
-            at = found->second;
-            return true;
-        }
-        const auto own = _shared.find(name);
-        const Variable* variable = own != _shared.end() ? &own->second : _module.shared(name);
-        if (variable) {
-            space = Space::Shared;
-            at = placeShared(name, *variable);
-            return true;
-        }
-        if (const Variable* global = _module.global(name)) {
-            space = Space::Global;
-            at = reinterpret_cast<size_t>(global->data);
-            return true;
-        }
-        return false;
-    }
-
-    // Variables are laid out in the order of their first use. What the launch asks for comes after all: until their
-    // sizes are known it is at kDynamic.
-    static constexpr size_t kDynamic = 0x40000000, kDynamicAlignment = 1024;
-    size_t placeShared(const std::string& name, const Variable& variable) {
-        if (variable.bytes == 0) return kDynamic;
-        const auto [found, isNew] = _sharedAt.try_emplace(name, 0);
-        if (isNew) {
-            size_t& bytes = _kernel().sharedBytes;
-            bytes = roundedUp(bytes, variable.alignment);
-            found->second = bytes;
-            bytes += variable.bytes;
-        }
-        return found->second;
-    }
-    // The constants of such addresses are kept apart from others, which may happen to be the same numbers.
-    Operand symbolAddress(Space space, size_t at, int bytes) {
-        if (space != Space::Shared || at < kDynamic) return constant(at, bytes);
-        if (bytes != 4) refuse("an address of 64 bits in shared memory");
-        const auto [found, isNew] = _dynamicConstants.try_emplace(at, 0);
-        if (isNew) found->second = addConstant(at, 4);
-        return found->second;
-    }
-    void layOutShared() {
-        Kernel& kernel = _kernel();
-        if (!_dynamicConstants.empty()) kernel.sharedBytes = roundedUp(kernel.sharedBytes, kDynamicAlignment);
-        for (const auto& [at, operand] : _dynamicConstants) {
-            const auto moved = static_cast<uint32_t>(at - kDynamic + kernel.sharedBytes);
-            for (int l = 0; l < kLanes; ++l) std::memcpy(kernel.constants.data() + (operand & ~1) + l * 4, &moved, 4);
-        }
-    }
-
-    // "[%rd1+8]": the base becomes an operand.
-    Operand address(std::string_view text, int64_t& added, bool& wide) {
-        if (text.size() < 2 || text.front() != '[') refuse("an address that is not understood");
-        text = trimmed(text.substr(1, text.size() - 2));
-        std::string_view base = text;
-        added = 0;
-        const size_t plus = text.find('+');
-        if (plus != std::string_view::npos) {
-            base = trimmed(text.substr(0, plus));
-            uint64_t bits = 0;
-            if (!readNumber(text.substr(plus + 1), 8, bits)) refuse("an address that is not understood");
-            added = static_cast<int64_t>(bits);
-        }
-        const int reg = findRegister(base);
-        if (reg >= 0) {
-            wide = _draft.registers[reg].bytes == 8;
-            return source(base, 0);
-        }
-        size_t at = 0;
-        uint64_t bits = 0;
-        wide = true;
-        if (readNumber(base, 8, bits)) return constant(bits, 8);
-        Space found;
-        if (!findSymbol(std::string(base), found, at)) refuse("an address that is not understood");
-        wide = found != Space::Shared;
-        return symbolAddress(found, at, wide ? 8 : 4);
-    }
     // "{%r1, %r2}" or "%r1".
     static std::vector<std::string_view> elements(std::string_view text) {
         if (text.front() != '{') return {text};
@@ -317,18 +67,16 @@ private:
 
     void setList(std::vector<Operand> list) {
         current().count = static_cast<uint8_t>(list.size());
-        _kernel().lists.push_back(std::move(list));
-        current().list = reinterpret_cast<const Operand*>(_kernel().lists.size());  // its number, until all are there
+        kernel().lists.push_back(std::move(list));
+        current().list = reinterpret_cast<const Operand*>(kernel().lists.size());  // its number, until all are there
     }
-
-    // --- instructions -----------------------------------------------------------------------------------------------
 
     Instruction& add() {
         Instruction in;
-        in.index = static_cast<int>(_kernel().code.size());
+        in.index = static_cast<int>(kernel().code.size());
         in.file = _file;
         in.line = _line;
-        _kernel().code.push_back(in);
+        kernel().code.push_back(in);
         _draft.uses.emplace_back();
         return current();
     }
@@ -382,8 +130,8 @@ private:
     void settleBranches() {
         for (const auto& [at, label] : _branches) {
             const auto found = _labels.find(label);
-            if (found == _labels.end()) throw Fault(_kernel().name + ": there is no label " + label);
-            _kernel().code[at].immediate = found->second;
+            if (found == _labels.end()) throw Fault(kernel().name + ": there is no label " + label);
+            kernel().code[at].immediate = found->second;
         }
     }
 
@@ -583,17 +331,10 @@ private:
         if (reduces) in.o[2] = source(_operands.at(next), 4);
     }
 
-    const Module& _module;
-    Draft _draft;
-    std::vector<std::map<std::string, int>> _scopes;
-    std::map<std::pair<uint64_t, int>, Operand> _constants;
-    std::map<std::string, size_t> _parameters, _local, _sharedAt;
-    std::map<std::string, Variable> _shared;
     std::map<std::string, int> _labels;
     std::vector<std::pair<int, std::string>> _branches;
-    std::map<size_t, Operand> _dynamicConstants;
     std::string _narrowed;
-    std::string_view _statement, _name;
+    std::string_view _name;
     std::vector<std::string_view> _parts, _operands;
     int _file = 0, _line = 0;
 };
