@@ -53,7 +53,7 @@ struct Registry {
         std::unique_ptr<Function> function;
     };
     std::map<const void*, Entry> entries;
-    std::map<std::string, std::string> files;  // kernel, file (prototype)
+    std::map<std::string, std::string> files;  // of SHARPI_EMULATOR_PTX, by the kernel's name
     std::map<std::string, std::unique_ptr<Module>> fileModules;
 };
 Registry& registry() {

@@ -62,7 +62,11 @@ Work guarded(Work work) {
 cudaError_t launchKernel(const void* host, dim3 grid, dim3 block, void** arguments, size_t shared,
                          cudaStream_t stream) {
     Function* function = findFunction(host);
-    if (!function) return fail(cudaErrorInvalidDeviceFunction);
+    if (!function) {
+        std::fprintf(stderr,
+                     "emulator: a kernel has no PTX that can be read; nvcc's --no-compress leaves it as it is\n");
+        return fail(cudaErrorInvalidDeviceFunction);
+    }
     auto launch = std::make_shared<Launch>();
     try {
         launch->kernel = &function->module->kernel(function->name);
