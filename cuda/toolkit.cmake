@@ -100,7 +100,10 @@ elseif(SHARPI_CUDA STREQUAL "AUTO" OR SHARPI_CUDA STREQUAL "ON")
   if(NOT sharpi_cuda_obstacle)
     set(SHARPI_CUDA_ARCHITECTURES "" CACHE STRING
         "Compute capabilities, as CMAKE_CUDA_ARCHITECTURES takes them; empty: this machine's GPUs, else PTX for all")
-    if(SHARPI_CUDA_ARCHITECTURES)
+    if(SHARPI_CUDA_EMULATOR)
+      set(CMAKE_CUDA_ARCHITECTURES 90-virtual)
+      set(CMAKE_CUDA_RUNTIME_LIBRARY None)
+    elseif(SHARPI_CUDA_ARCHITECTURES)
       # The "a" of 90a is for the few sources that use it (cuda/CMakeLists.txt), and unknown to older CMakes.
       string(REGEX REPLACE "([0-9])[af]" "\\1" CMAKE_CUDA_ARCHITECTURES "${SHARPI_CUDA_ARCHITECTURES}")
     else()

@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = ("python", "tests", "benchmarks")
-CPP = ("cpp", "cuda", "tests/cpp", "benchmarks")
+CPP = ("cpp", "cuda", "tests/cpp", "tests/emulator", "benchmarks")
 CPP_SUFFIXES = (".cpp", ".h", ".cu", ".cuh")
 
 

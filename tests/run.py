@@ -9,6 +9,7 @@ under build/.
     python tests/run.py --clients      # also clients of the server that are large: langchain, lm-eval, aider; 1.7 GB
     python tests/run.py --gateways     # also several servers behind nginx (if it is here), smg and Ray Serve; 0.5 GB
     python tests/run.py --gpu          # only the tests that need a GPU, C++ and Python; fails if there is none
+    python tests/run.py --emulator     # only tests of kernels, on an emulated GPU: needs a CUDA toolkit, but no GPU
 
 Other arguments go to pytest. The script needs Python 3.10 or newer and a C++17 compiler. It takes CMake and ninja from
 the PATH if they are new enough, and Python packages from pip. If pip reaches no index, it uses the packages of the
@@ -34,6 +35,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 BORROWED = "borrowed.pth"  # names folders of packages outside the environment
 GTEST_SOURCE = Path("/usr/src/googletest")
+# Programs of tests/cpp/gpu that pass on the emulator, in some minutes together. Whole models take far longer.
+EMULATED = ("crossing", "delta_rows", "heads", "latent", "mamba", "residual", "router", "sampling", "scores", "streams")
 
 
 def run(*command: str | Path, **options: object) -> None:
@@ -256,6 +259,13 @@ def cpp_tests(tools: Tools, name: str, settings: list[str], *ctest_options: str,
     )
 
 
+def emulator_tests(tools: Tools) -> None:
+    """Runs kernels' tests on the CPU, see tests/emulator. The kernels are compiled as they are for a GPU."""
+    os.environ["SHARPI_REQUIRE_GPU"] = "1"  # a test that does not find the emulator fails instead of skipping
+    cpp_tests(tools, "tests-emulator", ["SHARPI_CUDA=ON", "SHARPI_CUDA_EMULATOR=ON"], "-L", "^(gpu|emulator)$",
+              targets=("test_emulator", *(f"gpu_test_{name}" for name in EMULATED)))
+
+
 def install(tools: Tools, settings: list[str]) -> None:
     """Installs the package, built in the folder of the C++ tests: the core and the kernels are not compiled again."""
     defines = (f"--config-settings=cmake.define.{setting}" for setting in ["SHARPI_PYTHON=ON", *settings])
@@ -312,6 +322,7 @@ def options_and_rest() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--lint", action="store_true", help="only check the sources")
     parser.add_argument("--sanitizers", action="store_true", help="also run the C++ tests under sanitizers")
     parser.add_argument("--gpu", action="store_true", help="run only the tests that need a GPU")
+    parser.add_argument("--emulator", action="store_true", help="run only tests of kernels, on an emulated GPU")
     parser.add_argument("--real", action="store_true", help="also run real checkpoints, downloaded and kept in a cache")
     parser.add_argument("--clients", action="store_true", help="also run large clients of the server")
     parser.add_argument("--gateways", action="store_true", help="also run several servers behind gateways")
@@ -329,6 +340,9 @@ def main() -> None:
     BUILD.mkdir(exist_ok=True)
     tools = make_environment()
     ensure_googletest()
+    if options.emulator:
+        emulator_tests(tools)
+        return
     cuda = with_cuda(tools, "ON" if options.gpu else "AUTO")
     if not options.gpu:
         lint(tools, configure(tools, "tests", cuda))

@@ -1,4 +1,5 @@
-"""tests/run.py where pip reaches no index: it takes what the machine has, and says in one line what is missing."""
+"""tests/run.py where pip reaches no index: it takes what the machine has, and says in one line what is missing. What it
+runs for the emulator."""
 
 from __future__ import annotations
 
@@ -112,3 +113,44 @@ def test_each_source_of_the_product_is_checked_once(tmp_path: Path, monkeypatch:
     (tmp_path / "compile_commands.json").write_text(json.dumps(commands), encoding="utf-8")
     found = [Path(entry["file"]).relative_to(lint.ROOT).as_posix() for entry in lint.production_commands(tmp_path)]
     assert found == ["cpp/cpu/kernels/rope.cpp", "cuda/backend/cuda_backend.cpp"]
+
+
+def commands(script: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[list[str]]:
+    """What the script would run on a machine without a GPU."""
+    ran: list[list[str]] = []
+    tools = script.Tools(Path(sys.executable), os.environ["PATH"], False)
+    monkeypatch.setattr(script.Tools, "program", lambda _, name: name)
+    monkeypatch.setattr(script, "make_environment", lambda: tools)
+    monkeypatch.setattr(script, "run", lambda *command, **_: ran.append([str(part) for part in command]))
+    for name, result in {"gpu_is_visible": False, "nvcc_compiles_fast": False, "unmet": [], "ensure_googletest": None,
+                         "fetch_oldest_cmake": None}.items():
+        monkeypatch.setattr(script, name, lambda *_, result=result: result)
+    monkeypatch.setenv("SHARPI_REQUIRE_GPU", "")  # set again afterwards, and so is this
+    monkeypatch.setenv("CMAKE_GENERATOR", "")
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    script.main()
+    return ran
+
+
+def test_the_emulator_has_a_build_of_its_own_and_runs_alone(script: ModuleType, build: Path,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    configures, builds, tests = commands(script, monkeypatch, "--emulator")
+    assert configures[configures.index("-B") + 1] == str(build / "tests-emulator")
+    assert {"-DSHARPI_CUDA=ON", "-DSHARPI_CUDA_EMULATOR=ON"} <= set(configures)
+    assert builds[:4] == ["cmake", "--build", str(build / "tests-emulator"), "--target"]
+    assert {"test_emulator", "gpu_test_streams"} <= set(builds[4:]) and "all" not in builds
+    assert tests[0] == "ctest" and tests[-2:] == ["-L", "^(gpu|emulator)$"]
+    assert os.environ["SHARPI_REQUIRE_GPU"] == "1"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--sanitizers", "--real"], ["--lint"]])
+def test_nothing_else_runs_the_emulator(script: ModuleType, monkeypatch: pytest.MonkeyPatch,
+                                        arguments: list[str]) -> None:
+    monkeypatch.setattr(script, "real_tests", lambda *_: None)
+    ran = commands(script, monkeypatch, *arguments)
+    assert ran and not [part for command in ran for part in command if "emulator" in part.lower()]
+
+
+def test_programs_for_the_emulator_are_there(script: ModuleType) -> None:
+    programs = {path.stem for path in (SCRIPT.parent / "cpp" / "gpu").glob("*/test_*.cpp")}
+    assert {f"test_{name}" for name in script.EMULATED} <= programs
