@@ -135,6 +135,14 @@ int64_t countOf(const Entries& entries, State state) {
                          [&](const auto& entry) { return isWanted(*entry) && entry->state == state; });
 }
 
+// Notes since when readers are behind.
+void noteReaders(const Entries& entries) {
+    for (const auto& entry : entries) {
+        if (!entry->answer->isBehind()) entry->behindSince.reset();
+        else if (!entry->behindSince) entry->behindSince = Scheduler::Clock::now();
+    }
+}
+
 // Whether a request waits for a reader who seems to have gone.
 bool isIdle(const Entry& entry) {
     return entry.answer->isBehind() && entry.behindSince && Scheduler::Clock::now() - *entry.behindSince >= kLate;
@@ -309,7 +317,7 @@ void Scheduler::work() {
 
 void Scheduler::takeTurn() {
     endOverdue();
-    noteReaders();
+    noteReaders(_entries);
     bool worked = doTask();
     const bool writes = countOf(_entries, State::Writing) > 0;
     if (!writes || !_pace.answersAreDue()) {
@@ -320,17 +328,9 @@ void Scheduler::takeTurn() {
     }
     worked = write() || worked;
     removeFinished();
-    noteReaders();
+    noteReaders(_entries);
     const bool waits = std::any_of(_entries.begin(), _entries.end(), [](const auto& e) { return isWanted(*e); });
     if (!worked && waits) std::this_thread::sleep_for(kPatience);
-}
-
-// Notes since when readers are behind.
-void Scheduler::noteReaders() {
-    for (const auto& entry : _entries) {
-        if (!entry->answer->isBehind()) entry->behindSince.reset();
-        else if (!entry->behindSince) entry->behindSince = Clock::now();
-    }
 }
 
 // Takes what was submitted; waits for it if there is nothing else to do. Returns whether there is work.

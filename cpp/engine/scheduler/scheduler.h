@@ -91,7 +91,6 @@ private:
     void takeTurn();
     bool collect();
     void endOverdue();
-    void noteReaders();
     bool doTask();
     Entry* nextToPrepare(const std::vector<Entry*>& taken, int64_t promisedPages);
     bool admit(Entry& entry, int64_t promisedPages);
