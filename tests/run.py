@@ -350,11 +350,11 @@ def main() -> None:
         return
     cpp_tests(tools, "tests", cuda, *(["-L", "gpu"] if options.gpu else []))
     if options.sanitizers:
-        cpp_tests(tools, "tests-asan", ["SHARPI_CUDA=OFF", "SHARPI_SANITIZE=address;undefined"])
-        # RowsKeepTheirKinds has the threads of the scheduler's other tests, and takes a third of their time.
+        # These have the accesses and the threads of the scheduler's other tests, and take most of their time.
+        long = "RowsKeepTheirKinds|APausedRequestGoesOn"
+        cpp_tests(tools, "tests-asan", ["SHARPI_CUDA=OFF", "SHARPI_SANITIZE=address;undefined"], "-E", long)
         cpp_tests(tools, "tests-tsan", ["SHARPI_CUDA=OFF", "SHARPI_SANITIZE=thread"], "-R",
-                  "^(ThreadPool|Scheduler|Arrivals)", "-E", "RowsKeepTheirKinds",
-                  targets=("test_thread_pool", "test_scheduler"))
+                  "^(ThreadPool|Scheduler|Arrivals)", "-E", long, targets=("test_thread_pool", "test_scheduler"))
     install(tools, cuda)
     if not options.gpu:
         fetch_oldest_cmake(tools)

@@ -45,12 +45,14 @@ inline uint32_t testSeed(uint32_t usual) {
     return value ? static_cast<uint32_t>(std::strtoul(value, nullptr, 10)) ^ (usual * 2654435761u) : usual;
 }
 
+#ifdef SHARPI_SANITIZED
+constexpr bool kSanitized = true;
+#else
+constexpr bool kSanitized = false;
+#endif
+
 // How often a long test runs: under a sanitizer, half as often as usual. A sanitizer looks for invalid accesses and
 // races, and finds them in fewer runs.
-#ifdef SHARPI_SANITIZED
-constexpr int watchedRuns(int usual) { return (usual + 1) / 2; }
-#else
-constexpr int watchedRuns(int usual) { return usual; }
-#endif
+constexpr int watchedRuns(int usual) { return kSanitized ? (usual + 1) / 2 : usual; }
 
 }  // namespace sharpi

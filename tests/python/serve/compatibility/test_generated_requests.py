@@ -24,7 +24,7 @@ from starlette.testclient import TestClient
 from sharpi.serve.app import create_app
 from sharpi.serve.settings import ServerSettings
 
-EXAMPLES = 150 if os.environ.get("SHARPI_LONG_TESTS") == "1" else 15  # of each endpoint and kind
+EXAMPLES = 150 if os.environ.get("SHARPI_LONG_TESTS") == "1" else 8  # of each endpoint and kind
 SECONDS = 60.0  # after which a request hangs; most take milliseconds
 # Of these, all requests are refused with 501: no model here makes embeddings.
 NOT_SUPPORTED = {"/v1/embeddings", "/embeddings", "/v1/rerank", "/rerank", "/api/embed", "/api/embeddings"}
