@@ -255,6 +255,7 @@ def test_dropped_sessions_and_models_give_memory_back(model: Model) -> None:
 CTRL_C = """
 import os, signal, sys, threading, time
 from sharpi import Model
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that a shell runs in the background ignore Ctrl-C
 model = Model.load(device='cpu', context=8192, threads=1, batch=64, rope_scaling='yarn', rope_scale=8)
 session, prompt = model.session(), [5, 6, 7, 8] * 2000
 def interrupt():

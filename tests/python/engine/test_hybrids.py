@@ -114,7 +114,8 @@ def test_more_sequences_than_there_is_room_for(hybrid: Path) -> None:
         for session in sessions:
             session.reset()
         with model.scheduler() as other:  # the texts of another scheduler do not
-            waiting = [other.submit([1, 2, seed], max_tokens=400, temperature=0) for seed in range(2)]
+            # They begin differently, so that the second does not take the first one's text if that has ended by then.
+            waiting = [other.submit([seed, 1, 2], max_tokens=400, temperature=0) for seed in (1, 2)]
             for answer in waiting:
                 next(answer)
             with pytest.raises(OutOfMemoryError, match="close other sessions"):
