@@ -114,10 +114,9 @@ def test_more_sequences_than_there_is_room_for(hybrid: Path) -> None:
         for session in sessions:
             session.reset()
         with model.scheduler() as other:  # the texts of another scheduler do not
-            # They begin differently, so that the second does not take the first one's text if that has ended by then.
-            waiting = [other.submit([seed, 1, 2], max_tokens=400, temperature=0) for seed in (1, 2)]
-            for answer in waiting:
-                next(answer)
+            # They begin differently and are short, so that neither takes the other's text and neither is paused.
+            for answer in [other.submit([seed, 1, 2], max_tokens=8, temperature=0) for seed in (1, 2)]:
+                answer.text()
             with pytest.raises(OutOfMemoryError, match="close other sessions"):
                 list(sessions[0].generate([3, 2, 1], max_tokens=3, temperature=0))
 
