@@ -110,6 +110,18 @@ Answer::News takenOne(Answer& answer, double seconds) {
     return answer.takeOne(seconds);
 }
 
+// What every request has.
+Request requestOf(std::vector<int32_t> prompt, const SamplingParams& params, const DraftOptions& drafts,
+                  std::vector<int32_t> ends, std::optional<int64_t> maxTokens) {
+    Request request;
+    request.prompt = std::move(prompt);
+    request.params = params;
+    request.drafts = drafts;
+    request.ends = std::move(ends);
+    if (maxTokens) request.maxTokens = *maxTokens;
+    return request;
+}
+
 // Waits for a task, which Ctrl-C cancels.
 void waitFor(Task& task) {
     constexpr double kLook = 0.1;  // seconds after which the thread looks whether it was interrupted
@@ -188,7 +200,6 @@ public:
     ClientConversation(const ClientConversation&) = delete;
     ClientConversation& operator=(const ClientConversation&) = delete;
 
-    const std::shared_ptr<Conversation>& conversation() const { return _conversation; }
     std::vector<int32_t> tokens() const {
         std::vector<int32_t> tokens;
         waitFor(*_scheduler->readTokens(_conversation, tokens));
@@ -249,8 +260,7 @@ void bindScheduler(py::module_& m) {
             py::arg("seconds"),
             "For a reader who stops where it likes: the next token or, after the last one, why the answer ended as "
             "take() has it. Between them what was spent until then: seconds of the prompt's passes and of steps, "
-            "steps, "
-            "drafted and accepted tokens. All three are None if nothing came.");
+            "steps, drafted and accepted tokens. All three are None if nothing came.");
 
     py::class_<Scheduler, std::shared_ptr<Scheduler>>(m, "Scheduler")
         .def(py::init([](std::shared_ptr<Engine> engine, double greatestGap, int64_t queue, int64_t running,
@@ -282,12 +292,8 @@ void bindScheduler(py::module_& m) {
                std::optional<int64_t> maxTokens, int32_t priority, std::string key, std::string salt,
                std::optional<double> seconds, std::shared_ptr<Arrivals> arrivals, int32_t best, bool echo,
                const py::object& constraint) {
-                Request request;
-                request.prompt = std::move(prompt);
-                request.params = params;
-                request.drafts = toDraftOptions(draft, draftTokens);
-                request.ends = std::move(ends);
-                if (maxTokens) request.maxTokens = *maxTokens;
+                Request request = requestOf(std::move(prompt), params, toDraftOptions(draft, draftTokens),
+                                            std::move(ends), maxTokens);
                 request.priority = priority;
                 request.key = std::move(key);
                 request.salt = std::move(salt);
@@ -318,19 +324,16 @@ void bindScheduler(py::module_& m) {
             [](const ClientConversation& conversation, std::vector<int32_t> prompt, const SamplingParams& params,
                const std::string& draft, int32_t draftTokens, std::vector<int32_t> ends,
                std::optional<int64_t> maxTokens, int64_t ahead) {
-                Request request;
-                request.prompt = std::move(prompt);
-                request.params = params;
-                request.drafts = toDraftOptions(draft, draftTokens);
-                request.ends = std::move(ends);
-                if (maxTokens) request.maxTokens = *maxTokens;
+                Request request = requestOf(std::move(prompt), params, toDraftOptions(draft, draftTokens),
+                                            std::move(ends), maxTokens);
                 request.ahead = ahead;
                 return conversation.submit(std::move(request));
             },
             py::arg("prompt"), py::arg("params"), py::kw_only(), py::arg("draft"), py::arg("draft_tokens"),
             py::arg("ends"), py::arg("max_tokens"), py::arg("ahead"),
-            "Continues `prompt`, which is the whole text so far, and cancels the request before it. Up to `ahead` "
-            "tokens are written before they are read.");
+            "Continues `prompt`, which is the whole text so far, and cancels the request before it. No step begins "
+            "while "
+            "`ahead` tokens are unread.");
 }
 
 }  // namespace sharpi

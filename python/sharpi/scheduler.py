@@ -36,7 +36,7 @@ PromptScores: TypeAlias = "list[tuple[float | None, tuple[tuple[int, float], ...
 _log = logging.getLogger(__name__)
 
 # Seconds after which a thread that waits for tokens looks whether it was interrupted.
-_LOOK = 0.1
+LOOK_SECONDS = 0.1
 _MOST_SCORES = 20
 
 
@@ -118,7 +118,7 @@ class Answer(Iterator[Token], AsyncIterator[Token]):
 
     def __next__(self) -> Token:
         while not self._ready and not self._ended:
-            self._take(_LOOK)
+            self._take(LOOK_SECONDS)
         return self._first(StopIteration)
 
     def __aiter__(self) -> Answer:
@@ -136,7 +136,7 @@ class Answer(Iterator[Token], AsyncIterator[Token]):
                 await self._watcher.news(self._core.number)
                 self._take(0.0)
             else:
-                await asyncio.to_thread(self._take, _LOOK)
+                await asyncio.to_thread(self._take, LOOK_SECONDS)
         if not self._ready and self._error is not None:
             raise self._error
         return bool(self._ready)

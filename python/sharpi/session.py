@@ -17,7 +17,7 @@ from sharpi.generation import Generation, Meter, Timing, Token
 from sharpi.loading.loaded_model import LoadedModel
 from sharpi.reply import Message, Reply, checked_messages, render_prompt, require_template
 from sharpi.request import Asked, TextStream, asked
-from sharpi.scheduler import Scheduler
+from sharpi.scheduler import LOOK_SECONDS, Scheduler
 from sharpi.settings.arguments import flag, maybe
 from sharpi.settings.generation_options import GenerationOptions, takes_generation_options
 
@@ -29,8 +29,6 @@ __all__ = ["Session"]
 _log = logging.getLogger(__name__)
 
 
-# Seconds after which a thread that waits for a token looks whether it was interrupted.
-_LOOK = 0.1
 # Tokens that may be written before they are read: one for the reader to take while the model's step writes the next.
 # With fewer, the model waits for each reader after each step, and sessions in several threads do not share steps.
 _AHEAD = 2
@@ -104,20 +102,15 @@ class Session:
                 ends=sorted(request.ends), max_tokens=request.max_tokens, ahead=_AHEAD)
             return self._answer
 
-    def _has(self, answer: _core.Answer, *, ended: bool) -> bool:
-        """Whether it is this answer's turn. The answer after it may have ended it before it is noted here."""
-        if not ended:
-            return self._answer is answer
-        with self._lock:
-            return self._answer is answer
-
     def _tokens(self, request: Asked, meter: Meter) -> Generator[int, None, None]:
         answer = self._start(request, meter)
         try:
             while True:
                 self._scheduler.require_process()
-                token, spent, ending = answer.take_one(_LOOK)
-                if not self._has(answer, ended=ending is not None):
+                token, spent, ending = answer.take_one(LOOK_SECONDS)
+                with self._lock:  # a request that has just ended this answer is noted once the lock is free
+                    is_its_turn = self._answer is answer
+                if not is_its_turn:
                     raise InvalidRequestError("the session was used for something else: this generation cannot go on")
                 if spent is not None:
                     meter.timing = _timing(meter.timing, request, answer, token, spent, ending)

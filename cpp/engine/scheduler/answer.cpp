@@ -13,18 +13,6 @@
 
 namespace sharpi {
 
-const char* finishName(Finish finish) {
-    switch (finish) {
-    case Finish::EndToken: return "end";
-    case Finish::Length: return "length";
-    case Finish::Context: return "context";
-    case Finish::Cancelled: return "cancelled";
-    case Finish::TimeOut: return "timeout";
-    case Finish::Failed: return "failed";
-    }
-    return "";
-}
-
 Arrivals::Arrivals() {
     if (pipe(_ends) != 0) throw Error(ErrorKind::Internal, "the system gives no pipe: too many files are open");
     for (const int end : _ends) {
@@ -81,39 +69,39 @@ Answer::~Answer() {
     if (_arrivals) _arrivals->remove(*this);
 }
 
-Answer::News Answer::take(double seconds) {
+template <typename HasNews, typename Take>
+Answer::News Answer::await(double seconds, const HasNews& hasNews, const Take& take) {
     News news;
     bool mayGoOn = false;
     {
         std::unique_lock<std::mutex> lock(_mutex);
-        _changed.wait_for(lock, std::chrono::duration<double>(seconds),
-                          [&] { return _hasEnded || !_news.tokens.empty() || _news.promptScores; });
-        news = std::exchange(_news, {});
+        _changed.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return _hasEnded || hasNews(); });
+        take(news);
         mayGoOn = countTaken(news);
     }
     if (mayGoOn && _bell) _bell->ring();
     return news;
 }
 
+Answer::News Answer::take(double seconds) {
+    return await(
+        seconds, [&] { return !_news.tokens.empty() || _news.promptScores; },
+        [&](News& news) { news = std::exchange(_news, {}); });
+}
+
 Answer::News Answer::takeOne(double seconds) {
-    News news;
-    bool mayGoOn = false;
-    {
-        std::unique_lock<std::mutex> lock(_mutex);
-        _changed.wait_for(lock, std::chrono::duration<double>(seconds),
-                          [&] { return _hasEnded || !_news.tokens.empty(); });
-        if (!_news.tokens.empty()) {
+    return await(
+        seconds, [&] { return !_news.tokens.empty(); },
+        [&](News& news) {
+            if (_news.tokens.empty()) {
+                news.ending = std::exchange(_news.ending, std::nullopt);
+                return;
+            }
             news.tokens.push_back(std::move(_news.tokens.front()));
             news.spent.push_back(_news.spent.front());
             _news.tokens.erase(_news.tokens.begin());
             _news.spent.erase(_news.spent.begin());
-        } else {
-            news.ending = std::exchange(_news.ending, std::nullopt);
-        }
-        mayGoOn = countTaken(news);
-    }
-    if (mayGoOn && _bell) _bell->ring();
-    return news;
+        });
 }
 
 // The lock must be held. Returns whether the answer waited for its reader, and no longer does.

@@ -86,6 +86,7 @@ private:
     friend class Arrivals;
     void announce();
     bool countTaken(const News& news);
+    template <typename HasNews, typename Take> News await(double seconds, const HasNews& hasNews, const Take& take);
 
     const int64_t _number;
     const std::shared_ptr<Arrivals> _arrivals;

@@ -33,7 +33,8 @@ public:
     void setBusy() { _isBusy = true; }
     // Hands the text out, cut to what was read.
     std::unique_ptr<Continuation> lend() {
-        cutToRead();
+        if (_kept && _answer) _kept->cutBack(length());
+        _answer.reset();
         return std::move(_kept);
     }
     void giveBack(std::unique_ptr<Continuation> text) {
@@ -51,10 +52,6 @@ public:
     }
     void setAside() {
         if (_kept) _kept->setAside();
-    }
-    void cutToRead() {
-        if (_kept && _answer) _kept->cutBack(length());
-        _answer.reset();
     }
     // The tokens that were evaluated and read. text: where they are.
     std::vector<int32_t> tokens(const Continuation* text) const {

@@ -23,14 +23,17 @@ void KeptTexts::keep(std::unique_ptr<Continuation> text) {
     while (_ended.size() > kMostEnded) _ended.erase(_ended.begin());
 }
 
+std::vector<std::shared_ptr<Conversation>>::iterator KeptTexts::find(const Conversation& conversation) {
+    return std::find_if(_conversations.begin(), _conversations.end(),
+                        [&](const auto& known) { return known.get() == &conversation; });
+}
+
 void KeptTexts::add(const std::shared_ptr<Conversation>& conversation) {
-    if (std::find(_conversations.begin(), _conversations.end(), conversation) == _conversations.end())
-        _conversations.push_back(conversation);
+    if (find(*conversation) == _conversations.end()) _conversations.push_back(conversation);
 }
 
 void KeptTexts::use(const Conversation& conversation) {
-    const auto at = std::find_if(_conversations.begin(), _conversations.end(),
-                                 [&](const auto& known) { return known.get() == &conversation; });
+    const auto at = find(conversation);
     if (at != _conversations.end()) std::rotate(at, at + 1, _conversations.end());
 }
 
@@ -70,8 +73,7 @@ bool KeptTexts::giveWay(const Continuation* except) {
 
 void KeptTexts::remove(Conversation& conversation) {
     conversation.forget();
-    const auto at = std::find_if(_conversations.begin(), _conversations.end(),
-                                 [&](const auto& known) { return known.get() == &conversation; });
+    const auto at = find(conversation);
     if (at != _conversations.end()) _conversations.erase(at);
 }
 

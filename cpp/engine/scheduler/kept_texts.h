@@ -14,7 +14,7 @@ namespace sharpi {
 // whoever's needs it; a conversation then computes its text again. Only the scheduler's thread may use it.
 class KeptTexts {
 public:
-    // Makes room for so many further texts, which can then be kept without taking memory.
+    // Reserves space, so that this many more texts can be kept without an allocation.
     void reserve(size_t texts);
     // Keeps a text of a request that has ended.
     void keep(std::unique_ptr<Continuation> text);
@@ -34,6 +34,8 @@ public:
     void clear();
 
 private:
+    std::vector<std::shared_ptr<Conversation>>::iterator find(const Conversation& conversation);
+
     std::vector<std::unique_ptr<Continuation>> _ended;          // the latest is the last
     std::vector<std::shared_ptr<Conversation>> _conversations;  // the one used last is the last
 };

@@ -34,6 +34,9 @@ struct Request {
     std::shared_ptr<Conversation> conversation;
 };
 
+// Throws Error(InvalidArgument) for a request that can never be served.
+void requireServable(const Request& request, const SequenceLimits& limits);
+
 // Why an answer ended.
 enum class Finish {
     EndToken,  // or the constraint says that the answer is complete

@@ -18,14 +18,8 @@ namespace sharpi {
 
 namespace {
 
-using Entry = Scheduler::Entry;
-using Entries = Scheduler::Entries;
-using State = Scheduler::State;
-
 // How long the thread waits before it looks again if memory is held by texts that are not its own.
 constexpr auto kPatience = std::chrono::milliseconds(5);
-// A reader who has been behind for so long is not only late, and others may have the memory of the answer.
-constexpr auto kLate = std::chrono::milliseconds(100);
 // A step has at most this many rows if answers draft: more rows cost more than right guesses gain.
 constexpr int64_t kDraftRows = 16;
 // A request that is admitted beside others leaves a page for their answers to grow, and twice as many each time that it
@@ -80,8 +74,8 @@ int64_t mostRunning(Engine& engine, const SchedulerOptions& options) {
     return isLimited(model.kv()) ? engine.options().sequences : engine.runner().limits().headRows;
 }
 
-double since(Scheduler::Clock::time_point from) {
-    return std::chrono::duration<double>(Scheduler::Clock::now() - from).count();
+double since(SchedulerClock::time_point from) {
+    return std::chrono::duration<double>(SchedulerClock::now() - from).count();
 }
 
 // Tokens with which both prompts begin, if they may share what is computed.
@@ -97,79 +91,10 @@ uint64_t openStore(Engine& engine, const SchedulerOptions& options) {
     return KvSharing(model.kv()).openStore(spill);
 }
 
-// Throws Error(InvalidArgument) for a request that can never be served.
-void check(const Request& request, const SequenceLimits& limits) {
-    request.params.validate(limits.vocabSize);
-    request.drafts.validate();
-    if (request.drafts.source == DraftOptions::Source::Prediction && !limits.predictionLayer)
-        throw Error(ErrorKind::InvalidArgument, "the model has no prediction layer to draft with");
-    if (request.prompt.empty()) throw Error(ErrorKind::InvalidArgument, "the prompt is empty: give at least one token");
-    for (const int32_t token : request.prompt) {
-        if (token < 0 || token >= limits.vocabSize)
-            throw Error(
-                ErrorKind::InvalidArgument,
-                "token " + std::to_string(token) + " is outside the vocabulary of " + std::to_string(limits.vocabSize));
-    }
-    if (static_cast<int64_t>(request.prompt.size()) > limits.context) {
-        throw Error(ErrorKind::InvalidArgument, "the prompt has " + std::to_string(request.prompt.size()) +
-                                                    " tokens, the context holds " + std::to_string(limits.context) +
-                                                    ": shorten it or ask for a larger context");
-    }
-    if (request.ahead < 1) throw Error(ErrorKind::InvalidArgument, "an answer is written ahead of its reader");
-    if (request.maxTokens < (request.extras.echo || request.conversation ? 0 : 1))
-        throw Error(ErrorKind::InvalidArgument,
-                    "an answer has at least one token, unless the prompt's scores are asked");
-    if (request.extras.best < -1 || request.extras.best > kMostBest) {
-        throw Error(ErrorKind::InvalidArgument,
-                    "a score names 0 to " + std::to_string(kMostBest) + " of the likeliest tokens");
-    }
-    if (request.seconds && !(*request.seconds > 0))
-        throw Error(ErrorKind::InvalidArgument, "a request needs more than 0 seconds");
-}
-
-// Whether a request may go on: its reader is not behind.
-bool isWanted(const Entry& entry) { return !entry.hasEnded && !entry.answer->isBehind(); }
-
-int64_t countOf(const Entries& entries, State state) {
-    return std::count_if(entries.begin(), entries.end(),
-                         [&](const auto& entry) { return isWanted(*entry) && entry->state == state; });
-}
-
-// Notes since when readers are behind.
-void noteReaders(const Entries& entries) {
-    for (const auto& entry : entries) {
-        if (!entry->answer->isBehind()) entry->behindSince.reset();
-        else if (!entry->behindSince) entry->behindSince = Scheduler::Clock::now();
-    }
-}
-
-// Whether a request waits for a reader who seems to have gone.
-bool isIdle(const Entry& entry) {
-    return entry.answer->isBehind() && entry.behindSince && Scheduler::Clock::now() - *entry.behindSince >= kLate;
-}
-
-// Requests that hold memory for what they are about to do.
-int64_t runningOf(const Entries& entries) {
-    return std::count_if(entries.begin(), entries.end(), [](const auto& entry) {
-        return !entry->hasEnded && entry->state != State::Waiting && !isIdle(*entry);
-    });
-}
-
-void countStates(const Entries& entries, SchedulerCounts& counts) {
-    counts.waiting = countOf(entries, State::Waiting);
-    counts.preparing = countOf(entries, State::Preparing);
-    counts.writing = countOf(entries, State::Writing);
-}
-
-// Whether a later request of its conversation has come.
-bool isOutdated(const Entry& entry) {
-    const auto& conversation = entry.request.conversation;
-    return conversation && conversation->latest() != entry.answer->number();
-}
-
-// Whether the thread has to look at a request.
-bool needsALook(const Entry& entry) {
-    return !entry.answer->isBehind() || entry.answer->isCancelled() || isOutdated(entry);
+void countStates(const RequestEntries& entries, SchedulerCounts& counts) {
+    counts.waiting = countOf(entries, RequestState::Waiting);
+    counts.preparing = countOf(entries, RequestState::Preparing);
+    counts.writing = countOf(entries, RequestState::Writing);
 }
 
 constexpr const char* kClosed = "the scheduler is closed";
@@ -211,7 +136,7 @@ void Scheduler::close() {
 }
 
 std::shared_ptr<Answer> Scheduler::submit(Request request, std::shared_ptr<Arrivals> arrivals) {
-    check(request, _engine->runner().limits());
+    requireServable(request, _engine->runner().limits());
     auto entry = std::make_unique<Entry>();
     entry->submitted = Clock::now();
     std::sort(request.ends.begin(), request.ends.end());
@@ -668,19 +593,21 @@ void Scheduler::removeFinished() {
     if (_entries.size() < before) noteShared();
 }
 
-// Frees memory of the cache: that of a text that no request works at, but for `except`, or of one whose reader seems to
-// have gone. If at least so many requests run, also of one whose reader is behind, or else of the one that came last
-// among those with the lowest priority. A request goes on later, from where it was. Returns false if there is none of
-// these.
+// Takes the memory of one text in the cache. The first of these that exists gives it: a text that no request works at,
+// other than `except`; an answer whose reader seems to have gone; and, if at least `leastRunning` requests run, an
+// answer whose reader is behind, or the request that came last among those with the lowest priority. A request goes on
+// later, from where it was. Returns false if there is none of these.
 bool Scheduler::makeRoom(int64_t leastRunning, const Continuation* except) {
     if (_kept.giveWay(except)) return true;
     const bool enough = runningOf(_entries) >= leastRunning;
     Entry *behind = nullptr, *last = nullptr;
     for (const auto& entry : _entries) {
         if (entry->state == State::Waiting || entry->hasEnded) continue;
-        const bool isBehind = entry->answer->isBehind();
-        if (isIdle(*entry) || (enough && isBehind && !behind)) behind = entry.get();
-        if (isIdle(*entry)) break;
+        if (isIdle(*entry)) {
+            behind = entry.get();
+            break;
+        }
+        if (enough && !behind && entry->answer->isBehind()) behind = entry.get();
         if (!last || entry->request.priority <= last->request.priority) last = entry.get();
     }
     Entry* const chosen = behind ? behind : enough ? last : nullptr;

@@ -14,6 +14,7 @@
 
 #include "engine/scheduler/answer.h"
 #include "engine/scheduler/conversation.h"
+#include "engine/scheduler/entry.h"
 #include "engine/scheduler/kept_texts.h"
 #include "engine/scheduler/pace.h"
 #include "engine/scheduler/task.h"
@@ -68,25 +69,11 @@ public:
     void close();
     SchedulerCounts counts() const;
 
-    using Clock = std::chrono::steady_clock;
-
-    enum class State { Waiting, Preparing, Writing };
-    // A request on its way. Waiting ones hold no memory of the cache: they are new, or were paused.
-    struct Entry {
-        Request request;
-        std::shared_ptr<Answer> answer;
-        std::unique_ptr<Continuation> text;  // none: new
-        State state = State::Waiting;
-        bool hasBegun = false;   // the text has its prompt
-        bool hasPrompt = false;  // which was computed once
-        bool hasEnded = false;
-        Clock::time_point submitted;
-        std::optional<Clock::time_point> behindSince;  // if its reader is behind
-        RequestFigures figures;
-    };
-    using Entries = std::vector<std::unique_ptr<Entry>>;
-
 private:
+    using Clock = SchedulerClock;
+    using Entry = RequestEntry;
+    using State = RequestState;
+
     void work();
     void takeTurn();
     bool collect();
@@ -112,14 +99,14 @@ private:
     uint64_t _store = 0;     // its number (PrefixStore::open)
 
     const std::shared_ptr<Bell> _bell = std::make_shared<Bell>();  // its mutex guards the following
-    Entries _submitted;
+    RequestEntries _submitted;
     std::vector<std::shared_ptr<Task>> _tasks;  // the first one is being done
     SchedulerCounts _counts;
     int64_t _numbers = 0;
     bool _isEnding = false;
 
     // The thread's own.
-    Entries _entries;  // in the order in which they came
+    RequestEntries _entries;  // in the order in which they came
     KeptTexts _kept;
     bool _isTaskUnderWay = false;  // the first task's pieces so far may hold memory, which it gives back soon
     Pace _pace;

@@ -30,11 +30,7 @@ public:
 
     // For the scheduler's thread.
     bool isCancelled() const { return _isCancelled; }
-    bool hasBegun() const { return _hasBegun; }
-    bool doPiece() {
-        _hasBegun = true;
-        return _piece();
-    }
+    bool doPiece() { return _piece(); }
     void end(std::exception_ptr error = nullptr) {
         _piece = nullptr;
         {
@@ -46,8 +42,7 @@ public:
     }
 
 private:
-    std::function<bool()> _piece;
-    bool _hasBegun = false;  // the thread's own, as is _piece
+    std::function<bool()> _piece;  // the scheduler's thread's own
     std::atomic<bool> _isCancelled{false};
     std::mutex _mutex;  // guards the following
     std::condition_variable _changed;

@@ -101,7 +101,7 @@ protected:
 class SharedWindows : public SharedPrefixes, public testing::WithParamInterface<Options> {
 protected:
     SharedWindows() : SharedPrefixes(GetParam()) {}
-    int32_t lists() const { return model.options().architecture == withBlocks().architecture ? 4 : 2; }
+    int32_t lists() const { return hasBlocks(model.options()) ? 4 : 2; }
 };
 INSTANTIATE_TEST_SUITE_P(Windows, SharedWindows, testing::Values(withWindows(), withBlocks()),
                          [](const auto& info) { return info.index ? "OfBlocks" : "OfTokens"; });

@@ -135,7 +135,7 @@ TEST(SharedSteps, RowsKeepTheirKind) {
     for (const Options& options : models()) {
         SCOPED_TRACE(describe(options));
         const Model model = modelOf(options);
-        const int64_t step = describe(options) == describe(hybrids()[0]) ? kPromptTile : 1;
+        const int64_t step = promptStepOf(options);
         const TwoArithmeticsEngine alone(model, engineOptions(400, 64, 12), step);
         const TwoArithmeticsEngine together(model, engineOptions(kContext, 64, 40), step);
         Company company(model, together.engine, alone.engine, 2);

@@ -25,7 +25,7 @@ std::vector<int32_t> tokensOf(Scheduler& scheduler, const std::shared_ptr<Conver
     return tokens;
 }
 
-// Reads so many tokens, or fewer if the answer ends.
+// Reads up to `most` tokens; fewer if the answer ends before.
 std::vector<int32_t> read(Answer& answer, size_t most) {
     std::vector<int32_t> tokens;
     while (tokens.size() < most) {
@@ -95,10 +95,8 @@ std::vector<Options> models() {
 }
 
 EngineOptions tight(const Options& options) {
-    return options.architecture == withWindows().architecture ? engineOptions(1024, 64, 3) : engineOptions(512, 64, 4);
+    return engineOptions(contextOf(options), 64, seesWindows(options) ? 3 : 4);
 }
-
-int64_t contextOf(const Options& options) { return options.architecture == withWindows().architecture ? 1024 : 512; }
 
 TEST(Conversations, EveryTurnIsAnsweredAsAlone) {
     for (const Options& options : models()) {
@@ -118,7 +116,7 @@ TEST(Conversations, RowsKeepTheirKinds) {
     for (const Options& options : models()) {
         SCOPED_TRACE(describe(options));
         const Model model = modelOf(options, contextOf(options));
-        const int64_t step = describe(options) == describe(hybrids()[0]) ? kPromptTile : 1;
+        const int64_t step = promptStepOf(options);
         const TwoArithmeticsEngine alone(model, engineOptions(contextOf(options), 64, 12), step);
         const TwoArithmeticsEngine together(model, tight(options), step);
         Scheduler scheduler(together.engine, longQueue());

@@ -35,14 +35,11 @@ std::vector<Options> allModels() {
     all.push_back(withBlocks());
     return all;
 }
-bool seesWindows(const Options& options) {
-    return options.architecture == withWindows().architecture || options.architecture == withBlocks().architecture;
-}
 
 // An engine for a few requests at once, and one whose cache is too small for them. With room for many requests a cache
 // has no list for windows.
 std::shared_ptr<Engine> roomyEngine(const Model& model) {
-    const bool windows = seesWindows(model.options()), blocks = describe(model.options()) == describe(withBlocks());
+    const bool windows = seesWindows(model.options()), blocks = hasBlocks(model.options());
     const auto engine = engineOf(model, engineOptions(2000, 64, windows ? 4 : 12));
     EXPECT_EQ(engine->runner().lock().kv().lists(), blocks ? 4 : windows ? 2 : 1);
     return engine;
@@ -56,7 +53,6 @@ SchedulerOptions crowded() {
     options.running = 8;
     return options;
 }
-int64_t contextOf(const Options& options) { return seesWindows(options) ? 1024 : 512; }
 
 TEST(Scheduler, EveryRequestIsAnsweredAsAlone) {
     for (const Options& options : allModels()) {
@@ -109,7 +105,7 @@ TEST(Scheduler, RowsKeepTheirKinds) {
     for (const Options& options : models()) {
         SCOPED_TRACE(describe(options));
         const Model model = modelOf(options, contextOf(options));
-        const int64_t step = describe(options) == describe(hybrids()[0]) ? kPromptTile : 1;
+        const int64_t step = promptStepOf(options);
         const TwoArithmeticsEngine alone(model, engineOptions(contextOf(options), 64, 12), step);
         const TwoArithmeticsEngine together(model, tight(model), step);
         Crowd crowd(model, alone.engine, 3, 1);

@@ -106,4 +106,9 @@ struct TwoArithmeticsEngine {
     std::shared_ptr<Engine> engine;
 };
 
+// The step of such a backend for a model: whole tiles where a state goes through them.
+inline int64_t promptStepOf(const Options& options) {
+    return describe(options) == describe(hybrids()[0]) ? sharpi::kPromptTile : 1;
+}
+
 }  // namespace tiny

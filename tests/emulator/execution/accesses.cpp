@@ -325,9 +325,9 @@ Handler addressHandler(Space space, bool toGeneric) {
 
 // --- copies to shared memory ----------------------------------------------------------------------------------------
 
-// What a copy writes may be there at any time from its start until it was waited for. So it is overwritten with
-// nonsense at the start, and with what it should be as late as possible: who reads it too early, or still needs what
-// was there, gets neither.
+// A copy may write at any time between its start and the wait for it. So its destination is filled with nonsense at the
+// start, and with the copied bytes only at the wait: code that reads them too early, or that still needs what was there
+// before, reads nonsense.
 void copyAsyncHandler(Warp& warp, const Instruction& in) {
     const int bytes = in.count;
     Copies copy;

@@ -22,9 +22,11 @@ inline Options withBlocks() {
     return options;
 }
 
+inline bool hasBlocks(const Options& options) { return options.architecture == withBlocks().architecture; }
+
 inline Model modelOf(Options options, int64_t context) {
     options.context = context;
-    if (options.architecture != withBlocks().architecture) return Model(options);
+    if (!hasBlocks(options)) return Model(options);
     BlockOptions blocks;
     blocks.context = context;
     blocks.blocks = {4, 128};
@@ -39,6 +41,13 @@ inline Options withWindows() {
     options.layers = family("gemma3").layers;
     return options;
 }
+
+// Whether layers see windows, if the cache has room for few sequences.
+inline bool seesWindows(const Options& options) {
+    return options.architecture == withWindows().architecture || hasBlocks(options);
+}
+// A context that is longer than the windows.
+inline int64_t contextOf(const Options& options) { return seesWindows(options) ? 1024 : 512; }
 
 // All that comes of an answer.
 struct Whole {
