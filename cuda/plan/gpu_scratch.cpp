@@ -37,9 +37,6 @@ cuda::LatentShape latentShape(const StepLimits& l) {
     return {l.latentHeads, l.latentRank, l.headDim - l.latentRank, l.plainDim};
 }
 
-// Floats of a row's queries of attention that fast rows have kernels for.
-int64_t fastQueryWidth(const StepLimits& l) { return l.latentHeads || l.outputGroups ? 0 : l.queryWidth; }
-
 cuda::MambaShape mambaShape(const StepLimits& l) {
     cuda::MambaShape shape;
     shape.heads = l.mambaHeads;
@@ -196,9 +193,10 @@ void GpuScratch::takeBlocks(const StepLimits& l) {
 }
 
 void GpuScratch::takeFastMixer(const StepLimits& l) {
-    const int64_t width = fastQueryWidth(l);
-    queries = takeHalves(fastRows * width, _splitQueries);
-    input(RowInput::Attended).fast = takeHalves(fastRows * std::max({width, l.deltaWidth, l.mambaWidth}), _splitRows);
+    queries = takeHalves(fastRows * l.queryWidth, _splitQueries);
+    const int64_t attended = l.latentHeads || l.outputGroups ? 0 : l.queryWidth;  // products by head read exact forms
+    input(RowInput::Attended).fast =
+        takeHalves(fastRows * std::max({attended, l.deltaWidth, l.mambaWidth}), _splitRows);
     attendedFloats = _layout.floats(fastRows * std::max(l.gatedQueryWidth / 2, l.deltaWidth));
     if (!l.deltaHeads) return;
     const cuda::DeltaShape shape = deltaShape(l);

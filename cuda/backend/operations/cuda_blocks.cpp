@@ -37,25 +37,39 @@ void CudaBlocks::choose(const IndexCall& call) {
 
 void CudaBlocks::prepareHeads(const HeadsCall& call, const KvPages& pages) {
     const cuda::BlockHeads how{call.qNorm, call.kNorm, call.eps, partOf(call.rope, pages.headDim)};
-    cuda::prepareBlockHeads(_pass.stream, _pass.floats(RowBuffer::Queries), _pass.floats(RowBuffer::Keys),
-                            shapeOf(call, pages), how, _pass.view.allOf(pages), pages);
+    const int64_t exact = _pass.exactRows();
+    float *const q = _pass.floats(RowBuffer::Queries), *const k = _pass.floats(RowBuffer::Keys);
+    const cuda::HeadShape shape = shapeOf(call, pages);
+    cuda::prepareBlockHeads(_pass.stream, q, k, shape, how, _pass.view.exactOf(pages), pages, {});
+    cuda::prepareBlockHeads(_pass.stream, q + exact * call.heads * pages.headDim, k + exact * pages.headDim, shape, how,
+                            _pass.view.fastOf(pages), pages, _pass.halves(_pass.layout->queries));
 }
 
-// Results take the place of the queries. Each group of heads is a row for the product with `reader`.
+// Results take the place of the queries. Each group of heads is a row for the product with `reader`, which reads fast
+// rows in exact forms too.
 void CudaBlocks::attend(const HeadsCall& call, const KvPages& pages, const Weight& reader) {
-    const int64_t pieces = int64_t{call.heads} * pages.headDim / reader.cols;
+    const int64_t pieces = int64_t{call.heads} * pages.headDim / reader.cols, exact = _pass.exactRows();
     const Activations& attended = _pass.shapePieces(RowInput::Attended, reader, pieces);
     float* const q = _pass.floats(RowBuffer::Queries);
+    const cuda::HalfRows queries = _pass.halves(_pass.layout->queries);
     cuda::SeenBlocks seen;
     if (call.blocks) seen.rows = pagedRows(_pass, *call.blocks);
     if (call.topK > 0) {
         seen.chosen = reinterpret_cast<const int32_t*>(_pass.floats(RowBuffer::ChosenBlocks));
         seen.topK = call.topK;
     }
+    const cuda::HeadShape shape = shapeOf(call, pages);
     const cuda::AttentionRule rule{call.scale, call.reach, call.softcap, call.sinks};
-    cuda::attendBlocks(_pass.stream, q, shapeOf(call, pages), rule, _pass.view.allOf(pages), pages, seen,
-                       partOf(call.rope, pages.headDim), _pass.at<uint8_t>(_pass.layout->blockAttention),
-                       _pass.layout->blockAttentionBytes, q);
+    const cuda::RotatedPart back = partOf(call.rope, pages.headDim);
+    const bool tiles = cuda::prefillsBlocks(_pass.stream, pages, queries.lo != nullptr);
+    cuda::attendBlocks(_pass.stream, q, shape, rule, tiles ? _pass.view.exactOf(pages) : _pass.view.allOf(pages), pages,
+                       seen, back, _pass.at<uint8_t>(_pass.layout->blockAttention), _pass.layout->blockAttentionBytes,
+                       q);
+    if (tiles) {
+        if (seen.chosen) seen.chosen += exact * seen.topK;
+        cuda::prefillBlocks(_pass.stream, queries, shape, rule, _pass.view.fastOf(pages), pages, seen, back,
+                            q + exact * call.heads * pages.headDim);
+    }
     cuda::convertRows(_pass.stream, q, _pass.view.rows * pieces, reader.cols, attended.exact);
 }
 

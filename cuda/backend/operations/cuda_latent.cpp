@@ -1,5 +1,5 @@
-// Latent attention on the GPU; see cuda_operations.h. Products by head and attention take fast rows as they take exact
-// ones: by the contract.
+// Latent attention on the GPU; see cuda_operations.h. Products by head take fast rows as they take exact ones: by the
+// contract.
 #include "backend/operations/cuda_operations.h"
 #include "core/error.h"
 #include "kernels/heads/latent.h"
@@ -47,16 +47,16 @@ void CudaOperations::prepareLatent(const LatentCall& call, const KvPages& pages)
     const cuda::LatentShape shape{call.heads, pages.valuePrefix, pages.headDim - pages.valuePrefix, call.plainDim};
     const cuda::LatentPreparation how{call.norm,     call.eps,           call.rope.cos,
                                       call.rope.sin, call.rope.adjacent, call.queryScale};
-    const auto prepare = [&](int64_t first, const cuda::BatchRows& batch) {
+    const auto prepare = [&](int64_t first, const cuda::BatchRows& batch, const cuda::HalfRows& half) {
         if (batch.rows == 0) return;
         float* const q = _pass.floats(RowBuffer::Queries) + first * shape.heads * shape.rowDim();
         const float* const plain =
             _pass.floats(RowBuffer::HeadQueries) + first * shape.heads * (shape.plainDim + shape.rotated);
         const float* const keys = _pass.floats(RowBuffer::Keys) + first * shape.rowDim();
-        cuda::prepareLatent(_pass.stream, q, plain, keys, shape, how, batch, pages);
+        cuda::prepareLatent(_pass.stream, q, plain, keys, shape, how, batch, pages, half);
     };
-    prepare(0, _pass.view.exactOf(pages));
-    prepare(_pass.exactRows(), _pass.view.fastOf(pages));
+    prepare(0, _pass.view.exactOf(pages), {});
+    prepare(_pass.exactRows(), _pass.view.fastOf(pages), _pass.halves(_pass.layout->queries));
 }
 
 }  // namespace sharpi

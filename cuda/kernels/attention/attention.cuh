@@ -3,7 +3,7 @@
 #pragma once
 
 #include "core/error.h"
-#include "kernels/attention/attention.h"
+#include "kernels/attention/latent_shape.h"
 #include "kernels/rows/device_rows.cuh"
 
 namespace sharpi::cuda {
@@ -15,6 +15,12 @@ inline void requireAttendable(const HeadShape& shape, const KvPages& pages) {
     requireHeads(shape);
     if (pages.pageTokens != kAttentionPage)
         throw Error(ErrorKind::Internal, "the attention kernels cannot read pages of this size");
+}
+
+inline void requireLatentAttendable(const HeadShape& shape, const KvPages& pages) {
+    if (shape.kvHeads != 1 || shape.headDim != pages.headDim || pages.pageTokens != kAttentionPage)
+        throw Error(ErrorKind::Internal, "the attention kernels cannot read these pages of latents");
+    requireLatent({shape.heads, pages.valuePrefix, shape.headDim - pages.valuePrefix, 1});
 }
 
 // Stores two neighbouring elements at `at`, which is even, of the flat arrays.

@@ -61,12 +61,6 @@ static int32_t latentParts(int32_t heads) {
     return heads;
 }
 
-static void requireLatentAttendable(const HeadShape& shape, const KvPages& pages) {
-    if (shape.kvHeads != 1 || shape.headDim != pages.headDim || pages.pageTokens != kAttentionPage)
-        throw Error(ErrorKind::Internal, "attentionDecode cannot read these pages of latents");
-    requireLatent({shape.heads, pages.valuePrefix, shape.headDim - pages.valuePrefix, 1});
-}
-
 void attentionDecode(Stream& stream, const float* q, const HeadShape& shape, const AttentionRule& rule,
                      const BatchRows& batch, const KvPages& pages, void* scratch, const RowOutputs& out) {
     const bool isLatent = pages.valuePrefix > 0;

@@ -38,15 +38,12 @@ struct Work {
 };
 
 // What a row sees, cut into segments: first those of blocks.
-struct Seen {
-    int position, first;  // the keys [first, position]
-    int blocks, ofBlocks, firstSegment, segments;
+struct Seen : SeenKeys {
+    int ofBlocks, firstSegment, segments;
 
-    __device__ __forceinline__ Seen(const Work& work, int64_t row) : position(work.batch.positions[row]) {
+    __device__ __forceinline__ Seen(const Work& work, int64_t row)
+        : SeenKeys(work.batch, work.rule.reach, work.seen, row) {
         constexpr int kSegment = kSegmentPages * kPage;
-        first = work.rule.reach.first(position);
-        blocks = work.seen.rows.pages.k ? (position + 1) / work.seen.rows.pages.rowTokens : 0;
-        if (work.seen.chosen) blocks = min(blocks, work.seen.topK);
         ofBlocks = (blocks + kSegment - 1) / kSegment;
         firstSegment = first / kSegment;
         segments = ofBlocks + position / kSegment - firstSegment + 1;
@@ -315,14 +312,6 @@ void launchAll(Stream& stream, const Work& work) {
     const bool many = heads >= 2 * 16 * int64_t{stream.device().multiprocessors};
     if (many && sharedBytes(work, 16) <= most) launchSegments<16>(stream, work);
     else launchSegments<8>(stream, work);
-}
-
-void requireSeen(const HeadShape& shape, const KvPages& pages, const SeenBlocks& seen) {
-    requireAttendable(shape, pages);
-    const KvPages& blocks = seen.rows.pages;
-    const bool alike = !blocks.k || (blocks.type == pages.type && blocks.headDim == pages.headDim);
-    if (shape.kvHeads == 1 && pages.valuePrefix == pages.headDim && pages.rowTokens == 1 && alike) return;
-    throw Error(ErrorKind::Internal, "attendBlocks cannot read these pages");
 }
 
 }  // namespace

@@ -16,6 +16,7 @@ struct Work {
     BlockHeads how;
     BatchRows batch;
     KvPages pages;
+    HalfRows qHalf;
 };
 
 __global__ void __launch_bounds__(32 * kWarps) headsKernel(const __grid_constant__ Work work) {
@@ -47,20 +48,27 @@ __global__ void __launch_bounds__(32 * kWarps) headsKernel(const __grid_constant
     const int64_t to = isKey ? pages.rowAt(table, position) : 0;
     for (int d = lane; d < dim; d += 32) {
         const float y = rotatedElement(x, d, work.how.rope, position);
+        const int64_t at = (row * heads + head) * dim + d;
         if (isKey) storeCached(pages.k, pages.type, to + d, y);
-        else work.q[(row * heads + head) * dim + d] = y;
+        else work.q[at] = y;
+        if (!isKey && work.qHalf.hi) {
+            const HalfPair halves = splitHalf(y);
+            work.qHalf.hi[at] = halves.hi;
+            if (work.qHalf.lo) work.qHalf.lo[at] = halves.lo;
+        }
     }
 }
 
 }  // namespace
 
 void prepareBlockHeads(Stream& stream, float* q, const float* k, const HeadShape& shape, const BlockHeads& how,
-                       const BatchRows& batch, const KvPages& pages) {
+                       const BatchRows& batch, const KvPages& pages, const HalfRows& qHalf) {
+    if (batch.rows == 0) return;
     if (shape.kvHeads != 1 || pages.pageTokens != kAttentionPage || pages.rowTokens != 1)
         throw Error(ErrorKind::Internal, "prepareBlockHeads cannot write these pages");
     const dim3 blocks(static_cast<unsigned>(batch.rows), static_cast<unsigned>((shape.heads + kWarps) / kWarps));
     launch(stream, headsKernel, blocks, dim3(32 * kWarps), sizeof(float) * kWarps * static_cast<size_t>(shape.headDim),
-           Work{q, k, shape, how, batch, pages});
+           Work{q, k, shape, how, batch, pages, qHalf});
 }
 
 }  // namespace sharpi::cuda

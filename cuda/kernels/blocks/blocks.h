@@ -21,14 +21,15 @@ struct PagedRows {
 };
 
 // Between the projections and attention: normalizes each head of q [rows, heads * headDim] (weights: [headDim] or null)
-// and rotates it, in place, and does the same to k [rows, headDim] on its way to the cache; k stays as it is.
+// and rotates it, in place, and does the same to k [rows, headDim] on its way to the cache; k stays as it is. If qHalf is
+// not null, it receives q as HalfRows too.
 struct BlockHeads {
     const float *qNorm = nullptr, *kNorm = nullptr;
     float eps = 0;
     RotatedPart rope;
 };
 void prepareBlockHeads(Stream& stream, float* q, const float* k, const HeadShape& shape, const BlockHeads& how,
-                       const BatchRows& batch, const KvPages& pages);
+                       const BatchRows& batch, const KvPages& pages, const HalfRows& qHalf);
 
 struct BlockRule {
     int32_t blockTokens = 0;
@@ -83,5 +84,13 @@ size_t blockAttentionScratch(int64_t rows, const HeadShape& shape, int64_t segme
 void attendBlocks(Stream& stream, const float* q, const HeadShape& shape, const AttentionRule& rule,
                   const BatchRows& batch, const KvPages& pages, const SeenBlocks& seen, const RotatedPart& back,
                   void* scratch, size_t scratchBytes, float* out);
+
+// The same for many rows on tensor cores, near these bits. fp32 and fp16 caches are multiplied in split form, and so are
+// queries with a q.lo.
+void prefillBlocks(Stream& stream, const HalfRows& q, const HeadShape& shape, const AttentionRule& rule,
+                   const BatchRows& batch, const KvPages& pages, const SeenBlocks& seen, const RotatedPart& back,
+                   float* out);
+// Whether it can take such a layer: an old device may have too little shared memory for it.
+bool prefillsBlocks(const Stream& stream, const KvPages& pages, bool splitQueries);
 
 }  // namespace sharpi::cuda

@@ -37,4 +37,24 @@ __device__ __forceinline__ const int32_t* tableOf(const PagedRows& rows, const B
     return rows.tables + batch.sequence[row] * batch.pagesPerTable;
 }
 
+// What a row sees: the keys [first, position], and so many rows of blocks.
+struct SeenKeys {
+    int position, first, blocks;
+
+    __device__ __forceinline__ SeenKeys(const BatchRows& batch, const AttentionReach& reach, const SeenBlocks& seen,
+                                        int64_t row)
+        : position(batch.positions[row]), first(reach.first(position)) {
+        blocks = seen.rows.pages.k ? (position + 1) / seen.rows.pages.rowTokens : 0;
+        if (seen.chosen) blocks = min(blocks, seen.topK);
+    }
+};
+
+inline void requireSeen(const HeadShape& shape, const KvPages& pages, const SeenBlocks& seen) {
+    requireAttendable(shape, pages);
+    const KvPages& blocks = seen.rows.pages;
+    const bool alike = !blocks.k || (blocks.type == pages.type && blocks.headDim == pages.headDim);
+    if (shape.kvHeads == 1 && pages.valuePrefix == pages.headDim && pages.rowTokens == 1 && alike) return;
+    throw Error(ErrorKind::Internal, "attention over blocks cannot read these pages");
+}
+
 }  // namespace sharpi::cuda

@@ -18,6 +18,7 @@ struct Latents {
     const float *headQueries, *k;
     LatentShape shape;
     HeadPreparation how;  // kNorm: of latents
+    HalfRows qHalf;
 };
 
 // The units of a row are its heads and the row of the cache. Each has a warp; blocks are (row, units).
@@ -41,9 +42,11 @@ __global__ void __launch_bounds__(32 * kWarps)
         rotation.read(p.how, place.position, lane);
         for (int i = lane; i < rotated; i += 32) buffer[i] = from[i];
         const float factor = p.how.queryScale ? p.how.queryScale[place.position] : 1.0f;
-        if (p.how.queryScale)
-            for (int i = lane; i < rank; i += 32) p.q[at + i] = __fmul_rn(p.q[at + i], factor);
-        const Inputs in = {p.q, nullptr, nullptr, {}};
+        const Inputs in = {p.q, nullptr, nullptr, p.qHalf};
+        if (p.how.queryScale || p.qHalf.hi) {
+            for (int i = 2 * lane; i < rank; i += 64)
+                storeQuery(in, at + i, __fmul_rn(p.q[at + i], factor), __fmul_rn(p.q[at + i + 1], factor));
+        }
         return writeRotated<true>(buffer, rotated, rotated, rotation, in, {nullptr, at + rank}, pages.type, lane,
                                   factor);
     }
@@ -78,13 +81,13 @@ __global__ void __launch_bounds__(32 * kWarps)
 }  // namespace
 
 void prepareLatent(Stream& stream, float* q, const float* headQueries, const float* k, const LatentShape& shape,
-                   const LatentPreparation& how, const BatchRows& batch, const KvPages& pages) {
+                   const LatentPreparation& how, const BatchRows& batch, const KvPages& pages, const HalfRows& qHalf) {
     requireLatent(shape);
     if (pages.pageTokens != kAttentionPage || pages.kvHeads != 1 || pages.valuePrefix != shape.rank ||
         pages.headDim != shape.rowDim())
         throw Error(ErrorKind::Internal, "prepareLatent cannot write these pages");
     if (batch.rows == 0) return;
-    Latents p = {q, headQueries, k, shape, {}};
+    Latents p = {q, headQueries, k, shape, {}, qHalf};
     p.how.kNorm = how.norm;
     p.how.queryScale = how.queryScale;
     p.how.eps = how.eps;

@@ -160,9 +160,11 @@ std::vector<Part> ofMixer(const GpuScratch& s, const StepLimits& l) {
 // own.
 std::vector<Part> ofLatent(const GpuScratch& s, const StepLimits& l) {
     const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows, heads = rows * l.latentHeads;
-    const int64_t split = l.floatWeights ? 1 : 0;
+    const int64_t split = l.floatWeights ? 1 : 0, splitQueries = l.kvType != KvType::BF16 ? 1 : 0;
     return {
         {"q", s.rows[RowBuffer::Queries], kFloat * rows * l.queryWidth},
+        {"qHi", s.queries.hi, kHalf * fast * l.queryWidth},
+        {"qLo", s.queries.lo, splitQueries * kHalf * fast * l.queryWidth},
         {"k", s.rows[RowBuffer::Keys], kFloat * rows * l.kvWidth},
         {"v", s.rows[RowBuffer::Values], kFloat * rows * l.kvWidth},
         {"lowRankQueries", s.rows[RowBuffer::LowRankQueries], kFloat * rows * l.queryRank},
@@ -184,11 +186,13 @@ std::vector<Part> ofLatent(const GpuScratch& s, const StepLimits& l) {
 // In attention over blocks. The product by group reads the exact forms of all rows.
 std::vector<Part> ofBlocks(const GpuScratch& s, const StepLimits& l) {
     const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows, groups = rows * l.outputGroups;
-    const int64_t split = l.floatWeights ? 1 : 0;
+    const int64_t split = l.floatWeights ? 1 : 0, splitQueries = l.kvType != KvType::BF16 ? 1 : 0;
     // 100 blocks are a segment, and a window of 128 may begin in the one before its last.
     const auto oneRow = int64_t{3} * l.heads * (l.headDim + 2) * kFloat;
     return {
         {"q", s.rows[RowBuffer::Queries], kFloat * rows * l.queryWidth},
+        {"qHi", s.queries.hi, kHalf * fast * l.queryWidth},
+        {"qLo", s.queries.lo, splitQueries * kHalf * fast * l.queryWidth},
         {"k", s.rows[RowBuffer::Keys], kFloat * rows * l.kvWidth},
         {"v", s.rows[RowBuffer::Values], kFloat * rows * l.kvWidth},
         {"lowRankQueries", s.rows[RowBuffer::LowRankQueries], kFloat * rows * l.queryRank},

@@ -35,6 +35,7 @@ FLOORS = (
     ("cpp/placement",),
     ("cpp/experts",),
     ("cuda/kernels/blocks", "cuda/kernels/delta", "cuda/kernels/experts", "cuda/kernels/heads", "cuda/kernels/streams"),
+    ("cuda/kernels/prefill",),
     ("cuda/kernels/attention",),
     ("cuda/kernels/matmul",),
     ("cuda/kernels/matvec",),

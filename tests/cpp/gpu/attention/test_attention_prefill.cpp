@@ -37,9 +37,6 @@ AttentionReach chunk(int32_t tokens) { return {0, tokens}; }
 
 class Prefill : public GpuTest {
 protected:
-    uint16_t toHalf(float x) { return stream().device().major >= 8 ? bf16FromFloat(x) : f16FromFloat(x); }
-    float fromHalf(uint16_t x) { return stream().device().major >= 8 ? floatFromBf16(x) : floatFromF16(x); }
-
     // tolerance: the largest relative distance (by norm) of a row.
     void compare(const Shape& shape, const std::vector<Chunk>& chunks, bool split, double tolerance,
                  const Rule& rule = {}) {
@@ -56,7 +53,8 @@ protected:
         }
         Cache cache(shape, lengths, *std::max_element(lengths.begin(), lengths.end()) / kPageTokens + 2, 23);
         for (const Chunk& chunk : chunks) cache.giveBack(chunk.sequence, rule.reach.first(chunk.begin));
-        const size_t width = static_cast<size_t>(shape.heads) * shape.headDim;
+        const size_t width = static_cast<size_t>(shape.heads) * shape.headDim,
+                     outputs = rows.size() * shape.heads * shape.valueDim();
         std::vector<uint16_t> hi, lo;
         std::vector<double> exact;
         for (const float x : randomFloats(rows.size() * width)) {
@@ -65,18 +63,15 @@ protected:
             exact.push_back(split ? x : fromHalf(hi.back()));
         }
         const std::vector<float> sinks = rule.sinksOf(shape.heads);
-        const DeviceArray<uint16_t> deviceHi(hi), deviceLo(lo), outHi(hi.size()), outLo(lo.size());
+        const DeviceArray<uint16_t> deviceHi(hi), deviceLo(lo), outHi(outputs), outLo(outputs);
         const DeviceArray<int32_t> tileBegin(begin), tileEnd(end);
-        const DeviceArray<float> out(hi.size()), deviceSinks(sinks);
+        const DeviceArray<float> out(outputs), deviceSinks(sinks);
         const DeviceRows on(rows, cache);
-        RowOutputs outputs;
-        outputs.floats = out.get();
-        outputs.half = {outHi.get(), outLo.get()};
+        const RowOutputs to = {out.get(), {}, {outHi.get(), outLo.get()}};
         const AttentionRule deviceRule = rule.over(shape, deviceSinks.get());
         attentionPrefill(stream(), {deviceHi.get(), split ? deviceLo.get() : nullptr},
                          {shape.heads, shape.kvHeads, shape.headDim}, deviceRule, on.batch,
-                         {tileBegin.get(), tileEnd.get(), static_cast<int64_t>(begin.size())}, cache.onDevice(),
-                         outputs);
+                         {tileBegin.get(), tileEnd.get(), static_cast<int64_t>(begin.size())}, cache.onDevice(), to);
         const std::vector<float> got = out.read();
         ASSERT_NO_FATAL_FAILURE(check(cache, shape, rows, exact, got, tolerance, deviceRule, sinks));
         const std::vector<uint16_t> gotHi = outHi.read(), gotLo = outLo.read();
@@ -93,9 +88,10 @@ protected:
         for (size_t t = 0; t < rows.size(); t++) {
             double distance = 0, norm = 0;
             for (int32_t h = 0; h < shape.heads; h++) {
-                const size_t at = (t * shape.heads + h) * shape.headDim;
-                const std::vector<double> expected = cache.attendExactly(q.data() + at, rows[t], h, rule, sinks);
-                for (int32_t d = 0; d < shape.headDim; d++) {
+                const size_t head = t * shape.heads + h, at = head * shape.valueDim();
+                const std::vector<double> expected =
+                    cache.attendExactly(q.data() + head * shape.headDim, rows[t], h, rule, sinks);
+                for (int32_t d = 0; d < shape.valueDim(); d++) {
                     distance += (got[at + d] - expected[d]) * (got[at + d] - expected[d]);
                     norm += expected[d] * expected[d];
                 }
@@ -198,6 +194,28 @@ TEST_F(Prefill, SoftcapBoundsScores) {
             ASSERT_NO_FATAL_FAILURE(compare(shape, kChunks, true, kSplit, {{}, cap}));
             ASSERT_NO_FATAL_FAILURE(compare(shape, kChunks, true, kSplit, {window(70), cap, true}));
         }
+}
+
+// Sizes of models, then those of tiny ones, whose outputs end within a fragment of eight columns.
+const std::vector<Shape> kLatents = {{KvType::BF16, 3, 1, 576, 512}, {KvType::BF16, 2, 1, 640, 512},
+                                     {KvType::BF16, 5, 1, 48, 32},   {KvType::BF16, 2, 1, 32, 20},
+                                     {KvType::BF16, 3, 1, 8, 4},     {KvType::BF16, 1, 1, 352, 256}};
+
+TEST_F(Prefill, LatentsAreNearTheExactResult) {
+    for (const Shape& shape : kLatents) {
+        ASSERT_NO_FATAL_FAILURE(compare(shape, kChunks, false, kBf16));
+        for (const KvType type : {KvType::F32, KvType::F16, KvType::BF16})
+            ASSERT_NO_FATAL_FAILURE(
+                compare({type, 2, 1, shape.headDim, shape.valuePrefix}, kChunks, true, kSplit));
+    }
+}
+
+TEST_F(Prefill, LatentsTakeEveryRule) {
+    for (const Shape& shape : {kLatents[0], kLatents[3]}) {
+        ASSERT_NO_FATAL_FAILURE(compare(shape, {{0, 1000, 1100}}, false, kBf16));
+        ASSERT_NO_FATAL_FAILURE(compare(shape, kReachChunks, false, kBf16, {window(100)}));
+        ASSERT_NO_FATAL_FAILURE(compare(shape, kReachChunks, true, kSplit, {chunk(100), 3.0f, true}));
+    }
 }
 
 }  // namespace

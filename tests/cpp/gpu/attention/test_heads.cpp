@@ -137,9 +137,6 @@ protected:
         }
     }
 
-    uint16_t toHalf(float x) { return stream().device().major >= 8 ? bf16FromFloat(x) : f16FromFloat(x); }
-    float fromHalf(uint16_t x) { return stream().device().major >= 8 ? floatFromBf16(x) : floatFromF16(x); }
-
     std::vector<float> _cos, _sin, _weights, _scales;
 };
 

@@ -49,7 +49,9 @@ protected:
         const DeviceRows on(rows, cache);
         const LatentPreparation how{deviceNorm.get(), 1e-6f,      deviceCos.get(),
                                     deviceSin.get(),  c.adjacent, c.scaled ? deviceScales.get() : nullptr};
-        prepareLatent(stream(), deviceQ.get(), deviceHead.get(), deviceKeys.get(), s, how, on.batch, cache.onDevice());
+        const DeviceArray<uint16_t> hi(q.size()), lo(q.size());
+        prepareLatent(stream(), deviceQ.get(), deviceHead.get(), deviceKeys.get(), s, how, on.batch, cache.onDevice(),
+                      {hi.get(), lo.get()});
 
         std::vector<uint8_t> expected(cache.deviceK->size(), 0xff);
         const cpu::Kernels& kernels = cpu::kernels();
@@ -70,6 +72,11 @@ protected:
         EXPECT_TRUE(sameBits(q, deviceQ.read())) << "queries";
         EXPECT_EQ(expected, cache.deviceK->read()) << "keys";
         EXPECT_TRUE(sameBits(keys, deviceKeys.read())) << "keys as they were";
+        const std::vector<uint16_t> gotHi = hi.read(), gotLo = lo.read();
+        for (size_t i = 0; i < q.size(); i++) {
+            ASSERT_EQ(gotHi[i], toHalf(q[i])) << i;
+            ASSERT_EQ(gotLo[i], toHalf(q[i] - fromHalf(gotHi[i]))) << i;
+        }
     }
 
     void attend(const Case& c, const std::vector<Row>& rows, int64_t pagesPerTable, const AttentionReach& reach = {}) {

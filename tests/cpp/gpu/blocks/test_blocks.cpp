@@ -252,6 +252,16 @@ struct AttendCase {
     int64_t scratchRows;  // that there is room for
 };
 
+// The relative distance, by norm, of `count` numbers from `first` on.
+double distance(const std::vector<float>& got, const std::vector<float>& expected, int64_t first, int64_t count) {
+    double apart = 0, norm = 0;
+    for (int64_t i = first; i < first + count; ++i) {
+        apart += std::pow(double{got[i]} - expected[i], 2);
+        norm += std::pow(double{expected[i]}, 2);
+    }
+    return std::sqrt(apart / norm);
+}
+
 class AttendBlocks : public Blocks, public ::testing::WithParamInterface<AttendCase> {
 protected:
     // Ascending, different numbers of blocks for each row.
@@ -296,6 +306,7 @@ TEST_P(AttendBlocks, GivesTheBitsOfTheCpu) {
     const DeviceArray<float> deviceSinks(sinks), deviceNorm(norm);
     const DeviceArray<float> q(written(RowBuffer::Queries, _batch.size() * shape.heads * shape.headDim)),
         k(written(RowBuffer::Keys, _batch.size() * shape.headDim));
+    const DeviceArray<uint16_t> hi(q.size()), lo(q.size());
     const KvPages hostKeys = keys.onHost(), hostBlocks = blocks.onHost();
 
     HeadsCall call;
@@ -310,7 +321,7 @@ TEST_P(AttendBlocks, GivesTheBitsOfTheCpu) {
     call.rotatesBack = true;
     _ops.prepareHeads(call, hostKeys);
     prepareBlockHeads(stream(), q.get(), k.get(), shape, {nullptr, deviceNorm.get(), 1e-6f, rope->onDevice(c.headDim)},
-                      rows(keys), keys.onDevice());
+                      rows(keys), keys.onDevice(), {hi.get(), lo.get()});
     const int64_t width = int64_t{c.heads} * c.headDim, count = _batch.size() * width;
     const float* const queries = _work.at(RowBuffer::Queries);
     ASSERT_TRUE(sameBits({queries, queries + count}, q.read()));
@@ -333,7 +344,21 @@ TEST_P(AttendBlocks, GivesTheBitsOfTheCpu) {
     attendBlocks(stream(), q.get(), shape, {call.scale, call.reach, 0, c.sinks ? deviceSinks.get() : nullptr},
                  rows(keys), keys.onDevice(), seen, rope->onDevice(c.headDim), scratch.get(), bytes, q.get());
     const float* const attended = _work.floats(_work.scratch().attended);
-    EXPECT_TRUE(sameBits({attended, attended + count}, q.read()));
+    const std::vector<float> expected(attended, attended + count);
+    EXPECT_TRUE(sameBits(expected, q.read()));
+
+    // In split form factors keep 16 bits, whatever the cache has. Else queries and weights are rounded to 8 bits, each by
+    // at most 2^-9, in random directions.
+    for (const bool split : {true, false}) {
+        if (!split && c.type != KvType::BF16) continue;
+        const DeviceArray<float> near(expected.size());
+        prefillBlocks(stream(), {hi.get(), split ? lo.get() : nullptr}, shape,
+                      {call.scale, call.reach, 0, c.sinks ? deviceSinks.get() : nullptr}, rows(keys), keys.onDevice(),
+                      seen, rope->onDevice(c.headDim), near.get());
+        const std::vector<float> got = near.read();
+        for (int64_t t = 0; t < _batch.size(); ++t)
+            ASSERT_LT(distance(got, expected, t * width, width), split ? 1e-4 : 1e-2) << "row " << t;
+    }
 }
 
 INSTANTIATE_TEST_SUITE_P(Layers, AttendBlocks,

@@ -30,7 +30,8 @@ struct Row {
 
 inline std::string nameOf(const Shape& s) {
     return "type " + std::to_string(static_cast<int>(s.type)) + ", heads " + std::to_string(s.heads) + "/" +
-           std::to_string(s.kvHeads) + ", dim " + std::to_string(s.headDim);
+           std::to_string(s.kvHeads) + ", dim " + std::to_string(s.headDim) +
+           (s.valuePrefix > 0 ? ", values of " + std::to_string(s.valuePrefix) : "");
 }
 
 // Sequences of given lengths in shuffled pages, on the host and on the device.
@@ -126,7 +127,8 @@ public:
     std::vector<double> attendExactly(const double* q, const Row& row, int32_t head, const AttentionRule& rule,
                                       const std::vector<float>& sinks) const {
         const int32_t kvHead = head / (_shape.heads / _shape.kvHeads), first = rule.reach.first(row.position);
-        std::vector<double> weights, out(_shape.headDim, 0.0);
+        const std::vector<uint8_t>& values = _shape.valuePrefix > 0 ? _k : _v;
+        std::vector<double> weights, out(_shape.valueDim(), 0.0);
         const double cap = rule.softcap, sink = sinks.empty() ? -1e300 : sinks[head];
         double top = sink, sum = 0;
         for (int32_t t = first; t <= row.position; t++) {
@@ -140,8 +142,8 @@ public:
         for (double& w : weights) sum += w = std::exp(w - top);
         if (!sinks.empty()) sum += std::exp(sink - top);
         for (int32_t t = first; t <= row.position; t++) {
-            const uint8_t* value = _v.data() + offset(row.sequence, t, kvHead);
-            for (int32_t d = 0; d < _shape.headDim; d++) out[d] += weights[t - first] / sum * element(value, d);
+            const uint8_t* value = values.data() + offset(row.sequence, t, kvHead);
+            for (int32_t d = 0; d < _shape.valueDim(); d++) out[d] += weights[t - first] / sum * element(value, d);
         }
         return out;
     }

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/half.h"
 #include "device/stream.h"
 
 namespace sharpi::cuda {
@@ -91,6 +92,9 @@ protected:
         for (float& v : values) v = normal(_random);
         return values;
     }
+    // The 16-bit type that the device's tensor cores multiply.
+    uint16_t toHalf(float x) { return stream().device().major >= 8 ? bf16FromFloat(x) : f16FromFloat(x); }
+    float fromHalf(uint16_t x) { return stream().device().major >= 8 ? floatFromBf16(x) : floatFromF16(x); }
 
 private:
     std::unique_ptr<Stream> _stream;

@@ -32,21 +32,23 @@ struct PrefillArgs {
     QueryTiles tiles;
     KvPages pages;
     RowOutputs out;
+    int32_t valueDim;  // elements of a head's output
     float intoTanh;  // what a dot product is multiplied by to become tanh's argument; 0: no softcap
     AttentionReach reach;
     const float* sinks;  // [heads] or nullptr
 };
 
-// Both take any rule: the first for heads of up to 256 elements, the second for larger ones.
+// All take any rule: the first for heads of up to 256 elements, the second for larger ones, the third for latents.
 void prefillRuled(Stream& stream, const PrefillArgs& args);
 void prefillWide(Stream& stream, const PrefillArgs& args);
+void prefillLatent(Stream& stream, const PrefillArgs& args);
 
 // Calls f with KvTag<the cache's type> and whether products are split. Only a bf16 cache can do without: it has the
 // operands' own type, and thus no low half.
-template <typename F> void withPrefillForm(const PrefillArgs& args, const F& f) {
-    withKvType(args.pages.type, [&](auto tag) {
+template <typename F> void withPrefillForm(KvType type, bool splitQueries, const F& f) {
+    withKvType(type, [&](auto tag) {
         if constexpr (decltype(tag)::kType == KvType::BF16) {
-            if (!args.q.lo) return f(tag, std::false_type{});
+            if (!splitQueries) return f(tag, std::false_type{});
         }
         f(tag, std::true_type{});
     });
@@ -412,18 +414,10 @@ __device__ __forceinline__ void multiplyValues(PrefillWarp<T>& w, uint32_t value
 
 // --- the beginning and the end of a warp's work ------------------------------------------------------------------
 
-template <class T>
-__device__ __forceinline__ void beginWarp(PrefillWarp<T>& w, const PrefillArgs& args, const PrefillPlace& place,
-                                          uint32_t queries) {
+template <class T> __device__ __forceinline__ void clearWarp(PrefillWarp<T>& w) {
     // A row that sees no key of a tile has the same maximum before and after it. It must be a number then, since the
     // difference of infinities is none.
     constexpr float kLowest = T::kRuled ? -0x1p100f : -INFINITY;
-    const int lane = threadIdx.x % 32, firstRow = warpRow<T>();
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int row = firstRow + lane / 4 + 8 * r;
-        w.position[r] = args.batch.positions[place.firstRow + (row < place.rows ? row : place.rows - 1)];
-    }
 #pragma unroll
     for (int h = 0; h < T::kHeads; h++) {
 #pragma unroll
@@ -433,6 +427,18 @@ __device__ __forceinline__ void beginWarp(PrefillWarp<T>& w, const PrefillArgs& 
 #pragma unroll
             for (int i = 0; i < 4; i++) w.out[h][n][i] = 0.0f;
     }
+}
+
+template <class T>
+__device__ __forceinline__ void beginWarp(PrefillWarp<T>& w, const PrefillArgs& args, const PrefillPlace& place,
+                                          uint32_t queries) {
+    const int lane = threadIdx.x % 32, firstRow = warpRow<T>();
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int row = firstRow + lane / 4 + 8 * r;
+        w.position[r] = args.batch.positions[place.firstRow + (row < place.rows ? row : place.rows - 1)];
+    }
+    clearWarp<T>(w);
     if constexpr (T::kKeepsQueries) {
         waitForCopies<0>();
         __syncthreads();
@@ -468,10 +474,10 @@ template <class T>
 __device__ __forceinline__ void storeRow(const PrefillWarp<T>& w, int h, int r, const PrefillArgs& args, int head,
                                          int64_t at) {
     const float inverse = inverseSum<T>(w, h, r, args, head);
-    const int firstDim = warpColumn<T>() * T::kWarpDim;
+    const int firstDim = warpColumn<T>() * T::kWarpDim + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int n = 0; n < T::kWarpDim / 8; n++) {
-        if (firstDim + 8 * n >= args.shape.headDim) break;
+        if (firstDim + 8 * n >= args.valueDim) break;
         const float first = w.out[h][n][2 * r] * inverse, second = w.out[h][n][2 * r + 1] * inverse;
         if (args.out.floats) *reinterpret_cast<float2*>(args.out.floats + at + 8 * n) = {first, second};
         if (args.out.half.hi) storeHalfPair(args.out.half, at + 8 * n, first, second);
@@ -491,7 +497,7 @@ __device__ __forceinline__ void store(PrefillWarp<T>& w, const PrefillArgs& args
             if (row >= place.rows) continue;
             const int64_t head = (place.firstRow + row) * args.shape.heads + place.head + h;
             const int first = warpColumn<T>() * T::kWarpDim + lane % 4 * 2;
-            storeRow<T>(w, h, r, args, place.head + h, head * args.shape.headDim + first);
+            storeRow<T>(w, h, r, args, place.head + h, head * args.valueDim + first);
         }
     }
 }

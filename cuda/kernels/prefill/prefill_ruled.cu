@@ -1,5 +1,5 @@
 // Prefill's attention with a limited reach, a softcap or sinks.
-#include "kernels/attention/attention_prefill_tile.cuh"
+#include "kernels/prefill/prefill_tile.cuh"
 
 namespace sharpi::cuda {
 

@@ -8,7 +8,7 @@
 // first, since they have the most keys.
 #pragma once
 
-#include "kernels/attention/attention_prefill.cuh"
+#include "kernels/prefill/prefill.cuh"
 
 namespace sharpi::cuda {
 
@@ -113,7 +113,7 @@ template <KvType kType, bool kSplit, bool kRuled> void chooseDim(Stream& stream,
 }
 
 template <bool kRuled> void attendTiles(Stream& stream, const PrefillArgs& args) {
-    withPrefillForm(args, [&](auto tag, auto split) {
+    withPrefillForm(args.pages.type, args.q.lo != nullptr, [&](auto tag, auto split) {
         chooseDim<decltype(tag)::kType, decltype(split)::value, kRuled>(stream, args);
     });
 }

@@ -1,13 +1,10 @@
 // Causal attention of many rows on tensor cores, for heads of 257 to 512 elements.
 //
-// A warp has no registers for 16 rows of 512 outputs, so two warps share 16 rows: each owns half of the output's
-// elements. If tiles of keys are large enough, each also takes half of a tile's keys: the two exchange their maxima
-// through shared memory, turn scores into weights, and read the weights of all keys from there. With 16 keys, on
-// devices with little shared memory, each warp computes all weights for itself.
+// A warp has no registers for 16 rows of 512 outputs, so two warps share 16 rows: see prefill_columns.cuh.
 //
 // Keys and values have one buffer each. Values arrive while queries are multiplied by keys, and the next keys while
 // weights are multiplied by values. A smaller device has one buffer for both in turn.
-#include "kernels/attention/attention_prefill.cuh"
+#include "kernels/prefill/prefill_columns.cuh"
 
 namespace sharpi::cuda {
 
@@ -33,65 +30,6 @@ template <KvType kType_, bool kSplit_, int kRows_, int kKeys_, bool kOneBuffer_ 
     static constexpr int kFloatsAt = kWeightsAt + kWeightPartBytes * (kSplit ? 2 : 1);
     static constexpr int kSharedBytes = kFloatsAt + (kSharesScores ? kRows * kColumns * 4 : 0);
 };
-
-// Gives the warps that share rows each other's floats, one for each row: returns in `theirs` those of the other column.
-// The whole block calls it, and again only after another barrier.
-template <class T>
-__device__ __forceinline__ void exchange(uint8_t* shared, const float (&ours)[2], float (&theirs)[2]) {
-    const int lane = threadIdx.x % 32, row = warpRow<T>() + lane / 4, column = warpColumn<T>();
-    auto* floats = reinterpret_cast<float*>(shared + T::kFloatsAt);
-    if (lane % 4 == 0) {
-#pragma unroll
-        for (int r = 0; r < 2; r++) floats[column * T::kRows + row + 8 * r] = ours[r];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int r = 0; r < 2; r++) theirs[r] = floats[(1 - column) * T::kRows + row + 8 * r];
-}
-
-// Puts the weights of the warp's keys where multiplyValues() reads those of all keys.
-template <class T> __device__ __forceinline__ void shareWeights(const PrefillWarp<T>& w, uint8_t* shared) {
-    const int lane = threadIdx.x % 32, row = warpRow<T>() + lane / 4;
-#pragma unroll
-    for (int j = 0; j < T::kWarpKeys / 16; j++) {
-        uint32_t hi[4], lo[4];
-        packWeights<T>(w, 0, j, hi, lo);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int chunk = warpKey<T>() / 8 + 2 * j + i / 2;
-            uint8_t* to = shared + T::kWeightsAt + swizzled<T::kKeys / 8>(row + 8 * (i % 2), chunk) + lane % 4 * 4;
-            *reinterpret_cast<uint32_t*>(to) = hi[i];
-            if constexpr (T::kSplit) *reinterpret_cast<uint32_t*>(to + T::kWeightPartBytes) = lo[i];
-        }
-    }
-}
-
-// Turns the scores of a tile into weights.
-template <class T> __device__ __forceinline__ void weighTile(PrefillWarp<T>& w, uint8_t* shared, float scale) {
-    float top[2], kept[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) top[r] = largestScore<T>(w, 0, r);
-    if constexpr (T::kSharesScores) {
-        float others[2];
-        exchange<T>(shared, top, others);
-#pragma unroll
-        for (int r = 0; r < 2; r++) top[r] = fmaxf(top[r], others[r]);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; r++) kept[r] = weighRow<T>(w, 0, r, top[r], scale);
-    rescale<T>(w, 0, kept);
-    if constexpr (T::kSharesScores) shareWeights<T>(w, shared);
-}
-
-// Joins the sums of the warps that share rows, as the first column's plus the second's.
-template <class T> __device__ __forceinline__ void joinColumns(PrefillWarp<T>& w, uint8_t* shared) {
-    float theirs[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) joinLanes<T>(w, 0, r);
-    exchange<T>(shared, w.sum[0], theirs);
-#pragma unroll
-    for (int r = 0; r < 2; r++) w.sum[0][r] += theirs[r];
-}
 
 template <class T> __global__ void __launch_bounds__(T::kThreads) attendWide(PrefillArgs args) {
     allowNext();
@@ -167,7 +105,7 @@ template <KvType kType, bool kSplit> void chooseWide(Stream& stream, const Prefi
 
 void prefillWide(Stream& stream, const PrefillArgs& args) {
     withPrefillForm(
-        args, [&](auto tag, auto split) { chooseWide<decltype(tag)::kType, decltype(split)::value>(stream, args); });
+        args.pages.type, args.q.lo != nullptr, [&](auto tag, auto split) { chooseWide<decltype(tag)::kType, decltype(split)::value>(stream, args); });
 }
 
 }  // namespace sharpi::cuda
