@@ -78,10 +78,4 @@ const Activations& CudaPass::shape(RowInput input, Readers readers, int64_t cols
     return rows;
 }
 
-const Activations& CudaPass::shapePieces(RowInput input, const Matrix& reader, int64_t perRow) {
-    Activations& rows = _inputs[static_cast<size_t>(input)];
-    rows = {exactForms({reader}, layout->input(input).exact, view.rows * perRow, reader.cols), {}, reader.cols};
-    return rows;
-}
-
 }  // namespace sharpi

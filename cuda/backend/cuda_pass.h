@@ -29,7 +29,7 @@ namespace sharpi {
 
 // Rows in the forms that products read.
 struct Activations {
-    cuda::RowOutputs exact;  // [exact rows, cols]: floats and int8 blocks; see also CudaPass::shapePieces()
+    cuda::RowOutputs exact;  // [exact rows, cols]: floats and int8 blocks
     cuda::HalfRows fast;     // [fast rows, cols]
     int64_t cols = 0;
     // The exact rows from `first` on.
@@ -69,9 +69,6 @@ public:
 
     // Where rows for these readers go, in the forms that the readers take. perRow: rows for each row of the batch.
     const Activations& shape(RowInput input, Readers readers, int64_t cols, int64_t perRow = 1);
-    // The same for a product by head, which takes fast rows as exact ones: the pieces of all rows, in exact forms
-    // alone.
-    const Activations& shapePieces(RowInput input, const Matrix& reader, int64_t perRow);
     // Throws Error(Internal) unless these rows were written in this pass.
     const Activations& input(RowInput input) const;
     void forgetInputs() { _inputs = {}; }

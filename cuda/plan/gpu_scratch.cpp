@@ -104,7 +104,7 @@ void GpuScratch::takeAlways(const StepLimits& l) {
     const cuda::HeadShape heads{l.heads, l.kvHeads, l.headDim};
     // Layers with grouped outputs have attention of their own.
     attention = _layout.take(l.outputGroups  ? cuda::kDecodeCounterBytes
-                             : l.latentHeads ? cuda::latentAttentionBytes(l.maxRows, latentShape(l))
+                             : l.latentHeads ? cuda::latentAttentionBytes(exactRows, latentShape(l))
                                              : cuda::decodeAttentionBytes(exactRows, heads));
     const int64_t sequences = batch.layout->room().sequences;
     stateReaderBytes = std::max(l.deltaHeads ? cuda::deltaStepBytes(sequences, deltaShape(l)) : 0,
@@ -163,15 +163,15 @@ void GpuScratch::takeMixer(const StepLimits& l) {
     if (fastRows) takeFastMixer(l);
 }
 
-// What products by head read has exact forms for fast rows too. Plain queries have been multiplied when attention
-// begins.
+// Plain queries have been multiplied when attention begins.
 void GpuScratch::takeLatent(const StepLimits& l) {
-    const int64_t heads = l.maxRows * l.latentHeads;
-    Exact pieces;
-    pieces.floats = _layout.floats(heads * std::max(l.latentRank, l.plainDim));
-    pieces.quantized = _layout.take(
+    const int64_t heads = exactRows * l.latentHeads, most = std::max<int64_t>(l.latentRank, l.plainDim);
+    Input pieces;
+    pieces.exact.floats = _layout.floats(heads * most);
+    pieces.exact.quantized = _layout.take(
         std::max(cuda::quantizedRowsBytes(heads, l.latentRank), cuda::quantizedRowsBytes(heads, l.plainDim)));
-    input(RowInput::Attended).exact = input(RowInput::PlainQueries).exact = pieces;
+    pieces.fast = takeHalves(fastRows * l.latentHeads * most, _splitRows);
+    input(RowInput::Attended) = input(RowInput::PlainQueries) = pieces;
     takeLowRank(l);
 }
 
@@ -184,9 +184,9 @@ void GpuScratch::takeLowRank(const StepLimits& l) {
 void GpuScratch::takeBlocks(const StepLimits& l) {
     const int64_t segments = cuda::blockSegments(l.seenBlocks, {l.blockWindow, 0}, batch.layout->room().pages);
     const cuda::HeadShape shape{l.heads, l.kvHeads, l.headDim};
-    input(RowInput::Attended).exact = takeExact(l.maxRows * l.outputGroups, l.groupWidth);
+    input(RowInput::Attended).exact = takeExact(exactRows * l.outputGroups, l.groupWidth);
     takeLowRank(l);
-    blockAttentionBytes = cuda::blockAttentionScratch(l.maxRows, shape, segments);
+    blockAttentionBytes = cuda::blockAttentionScratch(exactRows, shape, segments);
     blockAttention = _layout.take(blockAttentionBytes);
     indexScoreBytes = cuda::indexScoreBytes(l.maxRows, l.blocks);
     indexScores = _layout.take(indexScoreBytes);
@@ -194,9 +194,10 @@ void GpuScratch::takeBlocks(const StepLimits& l) {
 
 void GpuScratch::takeFastMixer(const StepLimits& l) {
     queries = takeHalves(fastRows * l.queryWidth, _splitQueries);
-    const int64_t attended = l.latentHeads || l.outputGroups ? 0 : l.queryWidth;  // products by head read exact forms
-    input(RowInput::Attended).fast =
-        takeHalves(fastRows * std::max({attended, l.deltaWidth, l.mambaWidth}), _splitRows);
+    if (!l.latentHeads) {
+        input(RowInput::Attended).fast =
+            takeHalves(fastRows * std::max({l.queryWidth, l.deltaWidth, l.mambaWidth}), _splitRows);
+    }
     attendedFloats = _layout.floats(fastRows * std::max(l.gatedQueryWidth / 2, l.deltaWidth));
     if (!l.deltaHeads) return;
     const cuda::DeltaShape shape = deltaShape(l);

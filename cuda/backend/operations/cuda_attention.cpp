@@ -1,7 +1,7 @@
 // Attention on the GPU; see cuda_operations.h.
 #include "backend/operations/cuda_operations.h"
 #include "core/contract.h"
-#include "kernels/attention/latent_shape.h"
+#include "kernels/attention/attention.h"
 #include "kernels/rows/rows.h"
 
 namespace sharpi {
@@ -63,25 +63,17 @@ void attendFast(CudaPass& pass, const HeadsCall& call, const KvPages& pages, con
     cuda::gateHeads(pass.stream, ungated.floats, gates, pass.fastRows(), call.heads, pages.headDim, written);
 }
 
-// Values are the beginnings of keys; see LatentSpec. Each (row, head) is a row for the product with `reader`, which
-// reads fast rows in exact forms too.
+// Values are the beginnings of keys; see LatentSpec. Each (row, head) is a row for the product with `reader`.
 void attendLatent(CudaPass& pass, const HeadsCall& call, const KvPages& pages, const Weight& reader) {
-    const int64_t heads = call.heads, rank = pages.valuePrefix, exact = pass.exactRows(), fast = pass.fastRows();
-    const cuda::RowOutputs& to = pass.shapePieces(RowInput::Attended, reader, heads).exact;
-    const cuda::HalfRows queries = pass.halves(pass.layout->queries);
-    const bool tiles = fast && cuda::prefillsLatents(pass.stream, pages, queries.lo != nullptr);
-    const auto attend = [&](int64_t first, const cuda::BatchRows& batch) {
-        if (batch.rows == 0) return;
-        cuda::attentionDecode(pass.stream, pass.floats(RowBuffer::Queries) + first * heads * pages.headDim,
-                              shapeOf(call, pages), ruleOf(call), batch, pages,
-                              pass.at<uint8_t>(pass.layout->attention), cuda::rowsFrom(to, first * heads, rank));
-    };
-    attend(0, pass.view.exactOf(pages));
-    if (!tiles) return attend(exact, pass.view.fastOf(pages));
-    float* const attended = pass.exactFloats(RowInput::Attended) + exact * heads * rank;
-    cuda::attentionPrefill(pass.stream, queries, shapeOf(call, pages), ruleOf(call), pass.view.fastOf(pages),
-                           pass.view.queryTiles, pages, {attended, {}, {}});
-    if (!to.floats) cuda::convertRows(pass.stream, attended, fast * heads, rank, cuda::rowsFrom(to, exact * heads, rank));
+    const Activations& to = pass.shape(RowInput::Attended, {reader}, pages.valuePrefix, call.heads);
+    if (pass.exactRows()) {
+        cuda::attentionDecode(pass.stream, pass.floats(RowBuffer::Queries), shapeOf(call, pages), ruleOf(call),
+                              pass.view.exactOf(pages), pages, pass.at<uint8_t>(pass.layout->attention), to.exact);
+    }
+    if (pass.fastRows()) {
+        cuda::attentionPrefill(pass.stream, pass.halves(pass.layout->queries), shapeOf(call, pages), ruleOf(call),
+                               pass.view.fastOf(pages), pass.view.queryTiles, pages, {nullptr, {}, to.fast});
+    }
 }
 
 }  // namespace

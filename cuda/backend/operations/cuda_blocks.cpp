@@ -45,13 +45,12 @@ void CudaBlocks::prepareHeads(const HeadsCall& call, const KvPages& pages) {
                             _pass.view.fastOf(pages), pages, _pass.halves(_pass.layout->queries));
 }
 
-// Results take the place of the queries. Each group of heads is a row for the product with `reader`, which reads fast
-// rows in exact forms too.
+// Results take the place of the queries. Each group of heads is a row for the product with `reader`.
 void CudaBlocks::attend(const HeadsCall& call, const KvPages& pages, const Weight& reader) {
-    const int64_t pieces = int64_t{call.heads} * pages.headDim / reader.cols, exact = _pass.exactRows();
-    const Activations& attended = _pass.shapePieces(RowInput::Attended, reader, pieces);
+    const int64_t width = int64_t{call.heads} * pages.headDim, pieces = width / reader.cols, exact = _pass.exactRows(),
+                  fast = _pass.fastRows();
+    const Activations& attended = _pass.shape(RowInput::Attended, {reader}, reader.cols, pieces);
     float* const q = _pass.floats(RowBuffer::Queries);
-    const cuda::HalfRows queries = _pass.halves(_pass.layout->queries);
     cuda::SeenBlocks seen;
     if (call.blocks) seen.rows = pagedRows(_pass, *call.blocks);
     if (call.topK > 0) {
@@ -61,16 +60,13 @@ void CudaBlocks::attend(const HeadsCall& call, const KvPages& pages, const Weigh
     const cuda::HeadShape shape = shapeOf(call, pages);
     const cuda::AttentionRule rule{call.scale, call.reach, call.softcap, call.sinks};
     const cuda::RotatedPart back = partOf(call.rope, pages.headDim);
-    const bool tiles = cuda::prefillsBlocks(_pass.stream, pages, queries.lo != nullptr);
-    cuda::attendBlocks(_pass.stream, q, shape, rule, tiles ? _pass.view.exactOf(pages) : _pass.view.allOf(pages), pages,
-                       seen, back, _pass.at<uint8_t>(_pass.layout->blockAttention), _pass.layout->blockAttentionBytes,
-                       q);
-    if (tiles) {
-        if (seen.chosen) seen.chosen += exact * seen.topK;
-        cuda::prefillBlocks(_pass.stream, queries, shape, rule, _pass.view.fastOf(pages), pages, seen, back,
-                            q + exact * call.heads * pages.headDim);
-    }
-    cuda::convertRows(_pass.stream, q, _pass.view.rows * pieces, reader.cols, attended.exact);
+    cuda::attendBlocks(_pass.stream, q, shape, rule, _pass.view.exactOf(pages), pages, seen, back,
+                       _pass.at<uint8_t>(_pass.layout->blockAttention), _pass.layout->blockAttentionBytes, q);
+    cuda::convertRows(_pass.stream, q, exact * pieces, reader.cols, attended.exact);
+    if (seen.chosen) seen.chosen += exact * seen.topK;
+    cuda::prefillBlocks(_pass.stream, _pass.halves(_pass.layout->queries), shape, rule, _pass.view.fastOf(pages), pages,
+                        seen, back, q + exact * width);
+    cuda::convertRows(_pass.stream, q + exact * width, fast * pieces, reader.cols, {nullptr, {}, attended.fast});
 }
 
 }  // namespace sharpi

@@ -1,8 +1,8 @@
-// Latent attention on the GPU; see cuda_operations.h. Products by head take fast rows as they take exact ones: by the
-// contract.
+// Latent attention on the GPU, and what attention with grouped outputs has in common with it; see cuda_operations.h.
 #include "backend/operations/cuda_operations.h"
 #include "core/error.h"
 #include "kernels/heads/latent.h"
+#include "kernels/matmul/matmul.h"
 #include "kernels/matvec/by_head.h"
 
 namespace sharpi {
@@ -23,9 +23,11 @@ void takeWhole(CudaPass& pass, const TakenRows& rows, int64_t first, int64_t cou
 void CudaOperations::takeRows(const TakenRows& rows, RowInput to, Readers readers) {
     const int64_t exact = _pass.exactRows(), fast = _pass.fastRows(), cols = readers.begin()->cols;
     if (to == RowInput::PlainQueries) {
-        const Activations& taken = _pass.shapePieces(to, *readers.begin(), rows.pieces);
-        return cuda::takePieces(_pass.stream, _pass.floats(rows.from), rows.stride, _pass.view.rows * rows.pieces, cols,
-                                taken.exact);
+        const Activations& taken = _pass.shape(to, readers, cols, rows.pieces);
+        const float* const from = _pass.floats(rows.from);
+        cuda::takePieces(_pass.stream, from, rows.stride, exact * rows.pieces, cols, taken.exact);
+        return cuda::takePieces(_pass.stream, from + exact * rows.pieces * rows.stride, rows.stride, fast * rows.pieces,
+                                cols, {nullptr, {}, taken.fast});
     }
     if (rows.pieces != 1 || rows.stride != cols)
         throw Error(ErrorKind::Internal, "the GPU takes pieces of rows for products by head alone");
@@ -37,9 +39,12 @@ void CudaOperations::takeRows(const TakenRows& rows, RowInput to, Readers reader
 void CudaOperations::linearByHead(RowInput x, const HeadProduct& call) {
     const Activations& pieces = _pass.input(x);
     const cuda::MatvecInput input{pieces.exact.floats, pieces.exact.quantized};
+    float* const to = _pass.floats(call.to);
     _pass.forParts(call.w, [&](const Matrix& part, int64_t begin, bool) {
-        cuda::matvecByHead(_pass.stream, input, _pass.view.rows,
-                           {part, begin, call.w.rows / call.heads, call.heads, call.stride}, _pass.floats(call.to));
+        const cuda::HeadRows rows{part, begin, call.w.rows / call.heads, call.heads, call.stride};
+        cuda::matvecByHead(_pass.stream, input, _pass.exactRows(), rows, to);
+        cuda::matmulByHead(_pass.stream, rows, pieces.fast, _pass.fastRows(),
+                           to + _pass.exactRows() * call.heads * call.stride);
     });
 }
 

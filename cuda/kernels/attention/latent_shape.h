@@ -20,7 +20,5 @@ constexpr int32_t kLatentGroup = 8;
 // Rows that one launch of attentionDecode takes of such a layer, and the scratch for batches of up to `rows` rows.
 int64_t latentLaunchRows(int32_t heads);
 size_t latentAttentionBytes(int64_t rows, const LatentShape& shape);
-// Whether attentionPrefill can take such a layer: an old device may have too little shared memory for a tile of it.
-bool prefillsLatents(const Stream& stream, const KvPages& pages, bool splitQueries);
 
 }  // namespace sharpi::cuda

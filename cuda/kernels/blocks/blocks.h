@@ -21,8 +21,8 @@ struct PagedRows {
 };
 
 // Between the projections and attention: normalizes each head of q [rows, heads * headDim] (weights: [headDim] or null)
-// and rotates it, in place, and does the same to k [rows, headDim] on its way to the cache; k stays as it is. If qHalf is
-// not null, it receives q as HalfRows too.
+// and rotates it, in place, and does the same to k [rows, headDim] on its way to the cache; k stays as it is. If qHalf
+// is not null, it receives q as HalfRows too.
 struct BlockHeads {
     const float *qNorm = nullptr, *kNorm = nullptr;
     float eps = 0;
@@ -85,12 +85,10 @@ void attendBlocks(Stream& stream, const float* q, const HeadShape& shape, const 
                   const BatchRows& batch, const KvPages& pages, const SeenBlocks& seen, const RotatedPart& back,
                   void* scratch, size_t scratchBytes, float* out);
 
-// The same for many rows on tensor cores, near these bits. fp32 and fp16 caches are multiplied in split form, and so are
-// queries with a q.lo.
+// The same for many rows on tensor cores, near these bits. fp32 and fp16 caches are multiplied in split form, and so
+// are queries with a q.lo.
 void prefillBlocks(Stream& stream, const HalfRows& q, const HeadShape& shape, const AttentionRule& rule,
                    const BatchRows& batch, const KvPages& pages, const SeenBlocks& seen, const RotatedPart& back,
                    float* out);
-// Whether it can take such a layer: an old device may have too little shared memory for it.
-bool prefillsBlocks(const Stream& stream, const KvPages& pages, bool splitQueries);
 
 }  // namespace sharpi::cuda

@@ -1,6 +1,6 @@
 // Attention over blocks for many rows, on tensor cores: see KeyValueTile. The heads of a token see the same keys, and
-// tokens see different ones. So a block's tile of query rows is the heads of one token, and its keys are gathered: first
-// the rows of blocks that the token sees, then the keys of its window.
+// tokens see different ones. So a block's tile of query rows is the heads of one token, and its keys are gathered:
+// first the rows of blocks that the token sees, then the keys of its window.
 #include "kernels/blocks/device_blocks.cuh"
 #include "kernels/prefill/prefill_columns.cuh"
 
@@ -137,10 +137,6 @@ __global__ void __launch_bounds__(32 * kTurnWarps)
 // The most that kPlacesBytes is of a tile.
 constexpr size_t kMostPlaces = 2 * 64 * sizeof(const uint8_t*);
 
-template <KvType kType, bool kSplit, typename F> bool withTile(const Stream& stream, const F& f) {
-    return withKeyValueTile<kType, kSplit, kMostBlockDim, kMostBlockDim>(stream, kMostPlaces, f);
-}
-
 template <class T> void launchGathered(Stream& stream, const Work& work) {
     constexpr size_t kBytes = T::kSharedBytes + kPlacesBytes<T>;
     static_assert(kPlacesBytes<T> <= kMostPlaces && T::kSharedBytes % sizeof(const uint8_t*) == 0);
@@ -152,27 +148,18 @@ template <class T> void launchGathered(Stream& stream, const Work& work) {
 
 }  // namespace
 
-bool prefillsBlocks(const Stream& stream, const KvPages& pages, bool splitQueries) {
-    bool found = false;
-    withPrefillForm(pages.type, splitQueries, [&](auto tag, auto split) {
-        found = withTile<decltype(tag)::kType, decltype(split)::value>(stream, [](auto) {});
-    });
-    return found;
-}
-
 void prefillBlocks(Stream& stream, const HalfRows& q, const HeadShape& shape, const AttentionRule& rule,
                    const BatchRows& batch, const KvPages& pages, const SeenBlocks& seen, const RotatedPart& back,
                    float* out) {
     requireSeen(shape, pages, seen);
     if (rule.softcap > 0) throw Error(ErrorKind::Internal, "prefillBlocks knows no softcap");
     if (batch.rows == 0) return;
-    const Work work{{q, shape, rule.scale * kLog2E, batch, {}, pages, {out, {}, {}}, shape.headDim, 0.0f, rule.reach,
-                     rule.sinks},
-                    seen};
+    const Work work{
+        {q, shape, rule.scale * kLog2E, batch, {}, pages, {out, {}, {}}, shape.headDim, 0.0f, rule.reach, rule.sinks},
+        seen};
     withPrefillForm(pages.type, q.lo != nullptr, [&](auto tag, auto split) {
-        const bool found = withTile<decltype(tag)::kType, decltype(split)::value>(
-            stream, [&](auto tile) { launchGathered<decltype(tile)>(stream, work); });
-        if (!found) throw Error(ErrorKind::Internal, "no tile of gathered keys fits in this GPU's shared memory");
+        withKeyValueTile<decltype(tag)::kType, decltype(split)::value, kMostBlockDim, kMostBlockDim>(
+            stream, kMostPlaces, [&](auto tile) { launchGathered<decltype(tile)>(stream, work); });
     });
     const dim3 grid(static_cast<unsigned>((shape.heads + kTurnWarps - 1) / kTurnWarps),
                     static_cast<unsigned>(batch.rows));

@@ -168,17 +168,6 @@ template <bool kTiled> auto convKernelFor(int width) {
 
 // --- scan ----------------------------------------------------------------------------------------------------------
 
-// Copies four bytes, asynchronously if the device can.
-__device__ __forceinline__ void copyWord(void* to, const void* from) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-                 "l"(__cvta_generic_to_global(from))
-                 : "memory");
-#else
-    *static_cast<uint32_t*>(to) = *static_cast<const uint32_t*>(from);
-#endif
-}
-
 // Copies what the block needs of rows begin .. begin + count - 1; warp `warp` of kCopyWarps.
 template <int kLines, bool kWhole, int kColumns>
 __device__ __forceinline__ void stageRows(const MambaWork& work, const ScanPlace<kColumns>& place,
@@ -194,19 +183,19 @@ __device__ __forceinline__ void stageRows(const MambaWork& work, const ScanPlace
 #pragma unroll
         for (int i = lane; i < kSums * kLines; i += 32) {
             if (i >= lines) break;
-            copyWord(rows[row].b + Row::placeOf(i), b + i);
-            copyWord(rows[row].c + Row::placeOf(i), c + i);
+            copyToShared<4>(rows[row].b + Row::placeOf(i), b + i);
+            copyToShared<4>(rows[row].c + Row::placeOf(i), c + i);
         }
 #pragma unroll
         for (int i = lane; i < kColumns; i += 32) {
             if (place.first + i >= shape.headDim) break;
-            copyWord(rows[row].x + i, x + i);
-            copyWord(rows[row].gate + i, gate + i);
+            copyToShared<4>(rows[row].x + i, x + i);
+            copyToShared<4>(rows[row].gate + i, gate + i);
         }
         const int64_t step = t * shape.heads + place.head;
-        if (lane == 0) copyWord(&rows[row].step, work.in.steps + step);
-        if (lane == 1) copyWord(&rows[row].decay, work.in.decays + step);
-        if (lane == 2) copyWord(&rows[row].to, work.batch.to + t);
+        if (lane == 0) copyToShared<4>(&rows[row].step, work.in.steps + step);
+        if (lane == 1) copyToShared<4>(&rows[row].decay, work.in.decays + step);
+        if (lane == 2) copyToShared<4>(&rows[row].to, work.batch.to + t);
     }
 }
 

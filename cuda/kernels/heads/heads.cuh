@@ -64,7 +64,7 @@ __device__ __forceinline__ void storePair(uint8_t* base, KvType type, int64_t at
 }
 
 __device__ __forceinline__ void storeQuery(const Inputs& in, int64_t at, float first, float second) {
-    reinterpret_cast<float2*>(in.q)[at / 2] = {first, second};
+    if (in.q) reinterpret_cast<float2*>(in.q)[at / 2] = {first, second};
     if (in.qHalf.hi) storeHalfPair(in.qHalf, at, first, second);
 }
 

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(32 * kWarps)
         rotation.read(p.how, place.position, lane);
         for (int i = lane; i < rotated; i += 32) buffer[i] = from[i];
         const float factor = p.how.queryScale ? p.how.queryScale[place.position] : 1.0f;
-        const Inputs in = {p.q, nullptr, nullptr, p.qHalf};
+        const Inputs in = {p.qHalf.hi ? nullptr : p.q, nullptr, nullptr, p.qHalf};
         if (p.how.queryScale || p.qHalf.hi) {
             for (int i = 2 * lane; i < rank; i += 64)
                 storeQuery(in, at + i, __fmul_rn(p.q[at + i], factor), __fmul_rn(p.q[at + i + 1], factor));

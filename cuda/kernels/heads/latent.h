@@ -17,7 +17,7 @@ struct LatentPreparation {
 // Finishes q [rows, heads * rowDim], of which each head has its first `rank` elements: the others are those of
 // headQueries [rows, heads * (plainDim + rotated)], rotated. Appends the rows k [rows, rowDim] to the cache, normalized
 // and rotated, and leaves k unchanged. One launch, with the bits of the CPU's operation. If qHalf is not null, it
-// receives q as HalfRows too.
+// receives the finished q instead.
 void prepareLatent(Stream& stream, float* q, const float* headQueries, const float* k, const LatentShape& shape,
                    const LatentPreparation& how, const BatchRows& batch, const KvPages& pages, const HalfRows& qHalf);
 

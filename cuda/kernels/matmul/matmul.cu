@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "kernels/matmul/matmul_kernel.cuh"
+#include "kernels/matmul/matmul_narrow.h"
 #include "kernels/matmul/matmul_wgmma.h"
 
 namespace sharpi::cuda {
@@ -27,9 +28,9 @@ void launchTiles(Stream& stream, MatmulCall call, int64_t tilesT) {
     call.stages = chooseStages<Shared>(stream.device());
     const size_t bytes = Shared::bytes(call.stages);
     allowShared(kernel, bytes);
-    const int64_t tilesN = (call.shape.rows + Layout::kTileN - 1) / Layout::kTileN;
-    launch(stream, kernel, dim3(static_cast<unsigned>(tilesT), static_cast<unsigned>(tilesN)), dim3(Layout::kThreads),
-           bytes, call);
+    const int64_t tilesN = call.by.tiles(call.shape, Layout::kTileN);
+    launch(stream, kernel, dim3(static_cast<unsigned>(tilesT), static_cast<unsigned>(tilesN), call.by.grids()),
+           dim3(Layout::kThreads), bytes, call);
 }
 
 template <DType T, bool kSplit> void launchLayout(Stream& stream, const MatmulCall& call) {
@@ -57,6 +58,7 @@ void launchType(Stream& stream, const MatmulCall& call, DType type) {
     if (call.shape.rows == 0) return;
     const bool split = type == DType::F32 || (info(type).isFloat && call.x.lo);
     if (!split && matmulByWarpgroups(stream, call, type)) return;
+    if (type == DType::F32 && matmulNarrow(stream, call)) return;
     if (type == DType::F32) return launchFloat<DType::F32>(stream, call);
     withNarrowType(type, [&](auto tag) {
         constexpr DType kType = decltype(tag)::kType;
@@ -77,23 +79,42 @@ bool isAligned(const MatmulCall& call) {
 
 }  // namespace
 
-void matmul(Stream& stream, const Matrix& w, const HalfRows& x, int64_t rows, const float* bias, float* y, Store store,
-            int64_t stride) {
-    if (stride != 0 && stride < w.rows)
-        throw Error(ErrorKind::Internal,
-                    "matmul: " + std::to_string(w.rows) + " outputs do not fit in rows of " + std::to_string(stride));
+static MatmulCall callOf(const Matrix& w, const HalfRows& x, int64_t rows, float* y, int64_t stride) {
     MatmulCall call;
     call.type = w.type;
     call.w = w.data;
     call.shape = packedShape(w.type, w.rows, w.cols);
     call.x = x;
     call.rows = rows;
-    call.bias = bias;
     call.y = y;
-    call.stride = stride == 0 ? w.rows : stride;
+    call.stride = stride;
+    return call;
+}
+
+void matmul(Stream& stream, const Matrix& w, const HalfRows& x, int64_t rows, const float* bias, float* y, Store store,
+            int64_t stride) {
+    if (stride != 0 && stride < w.rows)
+        throw Error(ErrorKind::Internal,
+                    "matmul: " + std::to_string(w.rows) + " outputs do not fit in rows of " + std::to_string(stride));
+    MatmulCall call = callOf(w, x, rows, y, stride == 0 ? w.rows : stride);
+    call.bias = bias;
     call.add = store == Store::Add;
     call.aligned = isAligned(call);
     launchType(stream, call, w.type);
+}
+
+void matmulByHead(Stream& stream, const HeadRows& weights, const HalfRows& x, int64_t rows, float* y) {
+    if (rows == 0 || weights.w.rows == 0) return;
+    requireHeadRows(weights);
+    MatmulCall call = callOf(weights.w, x, rows, y, weights.heads * weights.stride);
+    call.by.heads = weights.heads;
+    call.by.begin = static_cast<int32_t>(weights.begin);
+    call.by.rowsOfHead = static_cast<int32_t>(weights.rowsOfHead);
+    call.by.first = static_cast<int32_t>(weights.begin / weights.rowsOfHead);
+    call.by.count = static_cast<int32_t>((weights.begin + weights.w.rows - 1) / weights.rowsOfHead) - call.by.first + 1;
+    call.by.stride = weights.stride;
+    call.aligned = isAligned(call);
+    launchType(stream, call, weights.w.type);
 }
 
 void matmulExperts(Stream& stream, const ExpertStack& w, const HalfRows& x, const ExpertGroups& groups, bool gather,
@@ -102,19 +123,12 @@ void matmulExperts(Stream& stream, const ExpertStack& w, const HalfRows& x, cons
     if (which.first < 0 || which.end < which.first || (which.end != INT32_MAX && which.end > held))
         throw Error(ErrorKind::Internal, "matmul: experts " + std::to_string(which.first) + " to " +
                                              std::to_string(which.end) + " of a stack of " + std::to_string(w.count));
-    MatmulCall call;
-    call.type = w.first.type;
-    call.w = w.first.data;
-    call.shape = packedShape(w.first.type, w.first.rows, w.first.cols);
+    MatmulCall call = callOf(w.first, x, groups.pairs, y, w.first.rows);
     call.expertStride = w.stride;
-    call.x = x;
     call.groups = groups;
     call.which = which;
     call.which.end = static_cast<int32_t>(std::min<int64_t>(which.end, held));
     call.gather = gather;
-    call.rows = groups.pairs;
-    call.y = y;
-    call.stride = w.first.rows;
     call.aligned = isAligned(call);
     launchType(stream, call, w.first.type);
 }

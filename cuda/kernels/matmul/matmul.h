@@ -1,6 +1,7 @@
 // Products of packed weights with many rows, on tensor cores: the kernels of prefill. Weight tiles are expanded to bf16
 // in shared memory, never in device memory. F32 weights are multiplied in split form (hi hi + hi lo + lo hi), which
-// keeps about 16 bits of each factor. So are F16 and BF16 weights if there is an x.lo.
+// keeps about 16 bits of each factor. So are F16 and BF16 weights if there is an x.lo. F32 matrices with few rows are
+// multiplied as floats (matmul_narrow.h).
 //
 // The bits of a row of y do not depend on the number of rows, on its place among them or on the other rows, because
 // every instance sums a row's products in the same order. If the number of columns is a multiple of 8, the rows of x
@@ -10,6 +11,7 @@
 #include <cstdint>
 
 #include "core/matrix.h"
+#include "kernels/matvec/by_head.h"
 #include "kernels/matvec/matvec.h"
 #include "kernels/rows/rows.h"
 
@@ -20,6 +22,9 @@ enum class Store { Write, Add };
 // y[t, :] (+)= w x[t, :] + bias. Row t of y at y + t * stride (0: w.rows).
 void matmul(Stream& stream, const Matrix& w, const HalfRows& x, int64_t rows, const float* bias, float* y, Store store,
             int64_t stride = 0);
+
+// The products of matvecByHead() with many rows: x has rows * heads rows.
+void matmulByHead(Stream& stream, const HeadRows& weights, const HalfRows& x, int64_t rows, float* y);
 
 // Rows of several experts, grouped: the pairs (token, rank) of expert e are [begin[e], begin[e + 1]).
 // All arrays are in device memory; router.h makes them.

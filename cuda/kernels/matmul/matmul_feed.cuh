@@ -9,6 +9,8 @@
 // conversion packs two values. Signed codes take one more subtraction.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels/formats/formats.cuh"
 #include "kernels/matmul/matmul.h"
 #include "kernels/matmul/mma.cuh"
@@ -20,6 +22,29 @@ namespace sharpi::cuda {
 struct Passes {
     int count = 1;
     uint32_t lowX = 0, lowW = 0;
+};
+
+// A matrix with the same number of rows for each head: see matmulByHead().
+struct HeadRowsOfCall {
+    int32_t heads = 0;             // 0: no heads
+    int32_t begin = 0;             // the part's first row in the whole
+    int32_t rowsOfHead = 0;        // of the whole
+    int32_t first = 0, count = 1;  // the heads of the part
+    int64_t stride = 0;            // from a head's outputs to the next one's
+    // Tiles of tileN rows that a head, or a matrix without heads, has; and the grid's last dimension.
+    int64_t tiles(const PackedShape& shape, int64_t tileN) const {
+        return ((heads ? std::min<int64_t>(rowsOfHead, shape.rows) : shape.rows) + tileN - 1) / tileN;
+    }
+    unsigned grids() const { return static_cast<unsigned>(count); }
+};
+
+// The tile of a thread block: rows [begin, end) of y, at most kTileT, and the rows of w from firstRow to endRow.
+// Element n of a row of y at y + n.
+struct TilePlace {
+    int64_t begin = 0, end = 0, firstRow = 0, endRow = 0;
+    const uint8_t* w = nullptr;
+    float* y = nullptr;
+    int head = 0;
 };
 
 // The arguments of a launch.
@@ -39,8 +64,9 @@ struct MatmulCall {
     const float* bias = nullptr;
     float* y = nullptr;
     int64_t stride = 0;  // from a row of y to the next
-    ExpertIndex which;   // of w's matrices
-    int32_t ahead = 0;   // blocks of each row of quantized weights that are prefetched into the L2 cache
+    HeadRowsOfCall by;
+    ExpertIndex which;  // of w's matrices
+    int32_t ahead = 0;  // blocks of each row of quantized weights that are prefetched into the L2 cache
 };
 
 // A step of the pipeline: its step along k, and the halves that it multiplies.
@@ -72,7 +98,7 @@ template <int kThreads, int kTileT, bool kAnyCols> class RowFeed {
     static_assert(kRowsApart % 8 == 0, "all chunks of a thread are swizzled alike");
 
 public:
-    __device__ __forceinline__ RowFeed(const MatmulCall& call, int64_t begin, int64_t end)
+    __device__ __forceinline__ RowFeed(const MatmulCall& call, const TilePlace& place)
         : _x(call.x), _cols(static_cast<int>(call.shape.cols)), _aligned(!kAnyCols || call.aligned) {
         const int row = static_cast<int>(threadIdx.x) / kRowChunks;
         _chunk = static_cast<int>(threadIdx.x) % kRowChunks;
@@ -80,9 +106,11 @@ public:
         const uint32_t chunks = _aligned ? static_cast<uint32_t>(_cols) / 8 : 1;
 #pragma unroll
         for (int i = 0; i < kCopies; ++i) {
-            const int64_t t = begin + row + i * kRowsApart;
-            const int64_t pair = t < end ? t : end - 1;
-            _row[i] = static_cast<uint32_t>(call.gather ? call.groups.pairToken[pair] : pair) * chunks;
+            const int64_t t = place.begin + row + i * kRowsApart, pair = t < place.end ? t : place.end - 1;
+            const int64_t from = call.gather     ? call.groups.pairToken[pair]
+                                 : call.by.heads ? pair * call.by.heads + place.head
+                                                 : pair;
+            _row[i] = static_cast<uint32_t>(from) * chunks;
         }
     }
 

@@ -59,7 +59,7 @@ __device__ __forceinline__ void multiplyFew(const MatmulCall& call, const TilePl
     };
     fetch(0);
     if (isFirst) waitForPrevious();
-    const RowFeed<kFewThreads, kFew, false> rows(call, place.begin, place.end);
+    const RowFeed<kFewThreads, kFew, false> rows(call, place);
     const auto copy = [&](int stride) {
 #pragma unroll
         for (int i = 0; i < kStride; ++i)
@@ -119,11 +119,11 @@ __global__ void __launch_bounds__(kFewThreads, 2) matmulFewKernel(const __grid_c
 }
 
 template <DType T> void launchFew(Stream& stream, const MatmulCall& call) {
-    const int64_t tilesT = call.groups.begin ? call.groups.tiles : 1,
-                  tilesN = (call.shape.rows + kFewTileN - 1) / kFewTileN;
+    const int64_t tilesT = call.groups.begin ? call.groups.tiles : 1, tilesN = call.by.tiles(call.shape, kFewTileN);
     allowShared(matmulFewKernel<T>, kFewSharedBytes);
-    launch(stream, matmulFewKernel<T>, dim3(static_cast<unsigned>(tilesT), static_cast<unsigned>(tilesN)),
-           dim3(kFewThreads), kFewSharedBytes, call);
+    launch(stream, matmulFewKernel<T>,
+           dim3(static_cast<unsigned>(tilesT), static_cast<unsigned>(tilesN), call.by.grids()), dim3(kFewThreads),
+           kFewSharedBytes, call);
 }
 
 // For experts, the mean number of rows decides. An expert with more rows takes them 16 at a time.

@@ -18,19 +18,23 @@ namespace sharpi::cuda {
 
 constexpr int kWarpTile = 64;  // rows of x and of w that a warp multiplies
 
-// The tile of a thread block: rows [begin, end) of y, at most kTileT, and the rows of w from firstRow on.
-struct TilePlace {
-    int64_t begin = 0, end = 0, firstRow = 0;
-    const uint8_t* w = nullptr;
-};
-
 // The number of blocks that share a tile of ExpertGroups.
 template <int kTileT> constexpr int kBlocksPerExpertTile = kExpertTile / kTileT;
 
 template <int kTileT, int kTileN> __device__ __forceinline__ TilePlace placeOf(const MatmulCall& call) {
     TilePlace place;
     place.firstRow = static_cast<int64_t>(blockIdx.y) * kTileN;
+    place.endRow = call.shape.rows;
     place.w = call.w;
+    place.y = call.y;
+    if (call.by.heads) {
+        place.head = call.by.first + static_cast<int>(blockIdx.z);
+        const int64_t from = static_cast<int64_t>(place.head) * call.by.rowsOfHead - call.by.begin;
+        place.firstRow += max(from, int64_t{0});
+        place.endRow = min(from + call.by.rowsOfHead, call.shape.rows);
+        place.y += place.head * call.by.stride - from;
+        if (place.firstRow >= place.endRow) return place;
+    }
     if (!call.groups.begin) {
         place.begin = static_cast<int64_t>(blockIdx.x) * kTileT;
         place.end = min(place.begin + kTileT, call.rows);
@@ -84,12 +88,12 @@ __device__ __forceinline__ void storeTile(const MatmulCall& call, const TilePlac
                   kBatch = 4;  // rows whose old values are loaded at once
     const int column = static_cast<int>(threadIdx.x) % kLanes * 4, rows = static_cast<int>(place.end - place.begin);
     const int64_t stride = call.stride, n = place.firstRow + column;
-    const int valid = static_cast<int>(max(min(call.shape.rows - n, int64_t{4}), int64_t{0}));
-    const bool aligned = call.shape.rows % 4 == 0 && stride % 4 == 0 && reinterpret_cast<uintptr_t>(call.y) % 16 == 0 &&
-                         reinterpret_cast<uintptr_t>(call.bias) % 16 == 0;
+    const int valid = static_cast<int>(max(min(place.endRow - n, int64_t{4}), int64_t{0}));
+    const bool aligned = valid == 4 && stride % 4 == 0 && reinterpret_cast<uintptr_t>(place.y + n) % 16 == 0 &&
+                         (!call.bias || reinterpret_cast<uintptr_t>(call.bias + n) % 16 == 0);
     if (valid == 0) return;
     for (int first = static_cast<int>(threadIdx.x) / kLanes; first < rows; first += kAbreast * kBatch) {
-        float* y = call.y + (place.begin + first) * stride + n;
+        float* y = place.y + (place.begin + first) * stride + n;
         float4 value[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)
@@ -206,7 +210,7 @@ __global__ void __launch_bounds__(kWarpsT * kWarpsN * 32, 8 / (kWarpsT * kWarpsN
     if (steps > 1) weights.fetch(at(1), 0, call.aligned);
 
     waitForPrevious();
-    const RowFeed<kThreads, Layout::kTileT, kIsFloat<T>> rows(call, place.begin, place.end);
+    const RowFeed<kThreads, Layout::kTileT, kIsFloat<T>> rows(call, place);
     for (int step = 0; step < call.stages - 1; ++step) {
         if (step < steps) rows.copy(tiles.x(step), at(step));
         closeCopies();

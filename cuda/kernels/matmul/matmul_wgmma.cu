@@ -39,13 +39,13 @@ int32_t blocksAhead(const MatmulCall& call, int64_t atOnce) {
 template <DType T, int kTileT> void launchTiles(Stream& stream, MatmulCall call) {
     static_assert(kTileT >= kExpertTile, "an expert's tile is one block's");
     const int64_t tilesT = call.groups.begin ? call.groups.tiles : (call.rows + kTileT - 1) / kTileT;
-    const int64_t tilesN = (call.shape.rows + kWgmmaTileN - 1) / kWgmmaTileN;
+    const int64_t tilesN = call.by.tiles(call.shape, kWgmmaTileN);
     const int64_t atOnce = int64_t{stream.device().multiprocessors} * (256 / kTileT);
-    call.ahead = blocksAhead(call, std::min(atOnce, call.groups.begin ? tilesT * tilesN : tilesN));
+    call.ahead = blocksAhead(call, std::min(atOnce, (call.groups.begin ? tilesT * tilesN : tilesN) * call.by.count));
     const auto kernel = matmulWgmmaKernel<T, kTileT>;
     allowShared(kernel, wgmmaSharedBytes<kTileT>());
-    launch(stream, kernel, dim3(static_cast<unsigned>(tilesT), static_cast<unsigned>(tilesN)), dim3(kWgmmaThreads),
-           wgmmaSharedBytes<kTileT>(), call);
+    launch(stream, kernel, dim3(static_cast<unsigned>(tilesT), static_cast<unsigned>(tilesN), call.by.grids()),
+           dim3(kWgmmaThreads), wgmmaSharedBytes<kTileT>(), call);
 }
 
 // A large tile expands each weight for more rows, but with small tiles fewer multiprocessors idle at the end. Costs are
@@ -53,7 +53,7 @@ template <DType T, int kTileT> void launchTiles(Stream& stream, MatmulCall call)
 template <DType T> void launchType(Stream& stream, const MatmulCall& call) {
     constexpr double kCostOfSmall = 1.45;
     const auto rounds = [&](int64_t tileT) {
-        const int64_t blocks = (call.rows + tileT - 1) / tileT * ((call.shape.rows + kWgmmaTileN - 1) / kWgmmaTileN);
+        const int64_t blocks = (call.rows + tileT - 1) / tileT * call.by.tiles(call.shape, kWgmmaTileN) * call.by.count;
         const int64_t processors = stream.device().multiprocessors;
         return static_cast<double>((blocks + processors - 1) / processors);
     };

@@ -71,7 +71,7 @@ __device__ __forceinline__ void multiplyTile(const MatmulCall& call, const TileP
     if (steps > 1) weights.fetch(at(1), 0, true);
 
     waitForPrevious();
-    const RowFeed<kWgmmaThreads, kN, false> rows(call, place.begin, place.end);
+    const RowFeed<kWgmmaThreads, kN, false> rows(call, place);
     for (int step = 0; step < 2; ++step) {
         if (step < steps) rows.copy(tileX(step), at(step));
         closeCopies();

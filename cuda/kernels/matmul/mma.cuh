@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "device/copies.cuh"
+
 namespace sharpi::cuda {
 
 // Elements along k in one step of the pipeline: two blocks of a quantized format.
@@ -18,10 +20,6 @@ constexpr int kRowChunks = kTileRowBytes / 16;
 
 __device__ __forceinline__ uint32_t tileOffset(int row, int chunk) {
     return static_cast<uint32_t>(row * kTileRowBytes + ((chunk ^ (row & 7)) << 4));
-}
-
-__device__ __forceinline__ uint32_t sharedAddress(const void* pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
 // Two floats rounded to the operands' type, `first` in the low half.
@@ -85,20 +83,6 @@ __device__ __forceinline__ void copyChunk(uint32_t to, const void* from, bool va
                  : "memory");
 #else
     storeShared(to, valid ? *static_cast<const uint4*>(from) : uint4{0, 0, 0, 0});
-#endif
-}
-
-// Closes the group of the copies that were started since the last call.
-__device__ __forceinline__ void closeCopies() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-// Waits until at most `Pending` of this thread's groups are in flight.
-template <int Pending> __device__ __forceinline__ void waitForCopies() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 #endif
 }
 

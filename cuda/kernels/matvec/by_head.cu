@@ -167,16 +167,22 @@ template <DType D> void launchByHead(Stream& stream, const ByHead& p, int64_t he
 
 }  // namespace
 
+void requireHeadRows(const HeadRows& weights) {
+    const Matrix& w = weights.w;
+    checkShape(w);
+    if (weights.heads < 1 || weights.rowsOfHead < 1 || weights.begin < 0 ||
+        weights.begin + w.rows > weights.heads * weights.rowsOfHead || weights.stride < weights.rowsOfHead)
+        throw Error(ErrorKind::Internal, "a product by head: " + std::to_string(weights.heads) + " heads of " +
+                                             std::to_string(weights.rowsOfHead) + " rows do not fit the matrix");
+}
+
 void matvecByHead(Stream& stream, const MatvecInput& x, int64_t rows, const HeadRows& weights, float* y) {
     const Matrix& w = weights.w;
     if (rows == 0 || w.rows == 0) return;
-    checkShape(w);
-    if (weights.heads < 1 || weights.rowsOfHead < 1 || weights.begin < 0 ||
-        weights.begin + w.rows > weights.heads * weights.rowsOfHead || weights.stride < weights.rowsOfHead ||
-        rows * weights.heads * (w.cols / kContractBlock) * 2 > INT32_MAX || w.cols > kMostHeadCols)
-        throw Error(ErrorKind::Internal, "matvecByHead: " + std::to_string(rows) + " rows by " +
-                                             std::to_string(weights.heads) + " heads of " +
-                                             std::to_string(weights.rowsOfHead) + " rows do not fit the matrix");
+    requireHeadRows(weights);
+    if (rows * weights.heads * (w.cols / kContractBlock) * 2 > INT32_MAX || w.cols > kMostHeadCols)
+        throw Error(ErrorKind::Internal, "matvecByHead takes fewer than " + std::to_string(rows) + " rows by " +
+                                             std::to_string(weights.heads) + " heads");
     ByHead p;
     p.data = w.data;
     p.shape = packedShape(w.type, w.rows, w.cols);

@@ -14,6 +14,9 @@ struct HeadRows {
     int64_t stride = 0;  // of y
 };
 
+// Throws Error(Internal) if the rows do not fit the matrix.
+void requireHeadRows(const HeadRows& weights);
+
 // y[(t * heads + h) * stride + i] = row h * rowsOfHead + i of the whole times piece t * heads + h of x, for the rows
 // that w has. x: [rows * heads, w.cols].
 void matvecByHead(Stream& stream, const MatvecInput& x, int64_t rows, const HeadRows& weights, float* y);

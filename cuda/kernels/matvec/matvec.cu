@@ -6,6 +6,7 @@
 // a large part of its time at batch 1.
 #include "kernels/matvec/grouped.cuh"
 #include "kernels/matvec/mma/mma_product.cuh"
+#include "kernels/matvec/narrow.cuh"
 
 namespace sharpi::cuda {
 
@@ -63,6 +64,8 @@ static void launchDense(Stream& stream, DType type, Products& p) {
         constexpr DType kType = decltype(tag)::kType;
         if constexpr (!kIsFloat<kType>)
             if (usesMma(stream, kType, p.rows)) return launchMmaProducts<kType>(stream, p);
+        if constexpr (kType == DType::F32)
+            if (isNarrow(p, FloatInput::kElements)) return launchNarrow(stream, p, FloatInput{p.x.floats});
         for (int first = 0; first < p.rows; first += kPlainMatvecRows)
             launchProducts<kType>(stream, rowsOf(p, first, std::min(kPlainMatvecRows, p.rows - first)), 1);
     });

@@ -16,6 +16,7 @@
 #pragma once
 
 #include "core/contract.h"
+#include "device/copies.cuh"
 #include "device/launch.cuh"
 #include "kernels/formats/formats.cuh"
 #include "kernels/matvec/matvec.h"
@@ -39,10 +40,6 @@ constexpr int64_t kAheadBytes = 12 * 1024 * 1024;
 
 // --- activations in shared memory ----------------------------------------------------------------------------------
 
-__device__ __forceinline__ uint32_t sharedAddress(const void* p) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
 // Loads by address, because the compiler would compute each address from the block's window again.
 template <int kOffset> __device__ __forceinline__ uint4 loadShared4(uint32_t at) {
     uint4 v;
@@ -55,17 +52,6 @@ __device__ __forceinline__ uint2 loadShared2(uint32_t at) {
     uint2 v;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
     return v;
-}
-
-// Copies one piece of kBytes, asynchronously if the device can.
-template <int kBytes> __device__ __forceinline__ void copyToShared(void* to, const void* from) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(sharedAddress(to)), "l"(from), "n"(kBytes)
-                 : "memory");
-#else
-    if (kBytes == 16) *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
-    else *static_cast<uint32_t*>(to) = *static_cast<const uint32_t*>(from);
-#endif
 }
 
 __device__ __forceinline__ void finishCopies() {

@@ -9,7 +9,8 @@ void attentionPrefill(Stream& stream, const HalfRows& q, const HeadShape& shape,
     const bool isLatent = pages.valuePrefix > 0;
     isLatent ? requireLatentAttendable(shape, pages) : requireAttendable(shape, pages);
     const int32_t valueDim = kvValueDim(shape.headDim, pages.valuePrefix);
-    PrefillArgs args = {q, shape, rule.scale * kLog2E, batch, tiles, pages, out, valueDim, 0.0f, rule.reach, rule.sinks};
+    PrefillArgs args = {q,        shape, rule.scale * kLog2E, batch,     tiles, pages, out,
+                        valueDim, 0.0f,  rule.reach,          rule.sinks};
     if (rule.softcap > 0) {
         args.intoTanh = rule.scale / rule.softcap;
         args.scale = rule.softcap * kLog2E;

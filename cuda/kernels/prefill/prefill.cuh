@@ -33,7 +33,7 @@ struct PrefillArgs {
     KvPages pages;
     RowOutputs out;
     int32_t valueDim;  // elements of a head's output
-    float intoTanh;  // what a dot product is multiplied by to become tanh's argument; 0: no softcap
+    float intoTanh;    // what a dot product is multiplied by to become tanh's argument; 0: no softcap
     AttentionReach reach;
     const float* sinks;  // [heads] or nullptr
 };

@@ -1,7 +1,7 @@
-// What prefill's attention does if two warps share 16 rows, each with half of the output's elements. If tiles of keys are
-// large enough, each also takes half of a tile's keys: the two exchange their maxima through shared memory, turn scores
-// into weights, and read the weights of all keys from there. With 16 keys, on devices with little shared memory, each
-// warp computes all weights for itself.
+// What prefill's attention does if two warps share 16 rows, each with half of the output's elements. If tiles of keys
+// are large enough, each also takes half of a tile's keys: the two exchange their maxima through shared memory, turn
+// scores into weights, and read the weights of all keys from there. With 16 keys, on devices with little shared memory,
+// each warp computes all weights for itself.
 //
 // A tile T says besides, in bytes: kWeightsAt and kFloatsAt, where weights and a float for each row and column lie in
 // shared memory, and kWeightPartBytes, of the high halves of weights.
@@ -73,8 +73,8 @@ template <class T> __device__ __forceinline__ void joinColumns(PrefillWarp<T>& w
 // --- keys that are values ----------------------------------------------------------------------------------------
 
 // A tile for heads that share one key, whose first kValueDim_ elements are the value: it is brought to shared memory
-// once and read twice, as it lies there for the scores, and turned for the outputs. kDim_: elements of a key, padded with
-// zeros.
+// once and read twice, as it lies there for the scores, and turned for the outputs. kDim_: elements of a key, padded
+// with zeros.
 template <KvType kType_, bool kSplit_, int kDim_, int kValueDim_, int kRows_, int kKeys_, int kStages_>
 struct KeyValueTile {
     static constexpr KvType kType = kType_;
@@ -132,21 +132,20 @@ __device__ __forceinline__ void attendKeyValues(PrefillWarp<T>& w, const Prefill
     if constexpr (T::kSharesScores) joinColumns<T>(w, shared);
 }
 
-// Calls f with the largest tile that fits in the device's shared memory, less `more` bytes, and returns whether there is
-// one. The second fits in the 99 KiB that most devices have; if nothing is split, the third fits in the 64 KiB that
-// every device has.
+// Calls f with the largest tile that fits in the device's shared memory, less `more` bytes. The second fits in the 99
+// KiB that most devices have. The last fits in the 64 KiB that every device has: these earliest ones keep the high
+// halves alone, which for an fp16 cache is all of it there.
 template <KvType kType, bool kSplit, int kDim, int kValueDim, typename F>
-bool withKeyValueTile(const Stream& stream, size_t more, const F& f) {
+void withKeyValueTile(const Stream& stream, size_t more, const F& f) {
     constexpr int kLargeStages = kSplit && kType != KvType::BF16 ? 1 : 2;
     using Large = KeyValueTile<kType, kSplit, kDim, kValueDim, kSplit ? 32 : 64, kSplit ? 32 : 64, kLargeStages>;
     using Middle = KeyValueTile<kType, kSplit, kDim, kValueDim, kSplit ? 16 : 32, kSplit ? 16 : 32, 1>;
-    using Small = KeyValueTile<kType, kSplit, kDim, kValueDim, 16, 16, 1>;
-    static_assert(Middle::kSharedBytes <= 98 * 1024);
+    using Small = KeyValueTile<kType, false, kDim, kValueDim, 16, 16, 1>;
+    static_assert(Middle::kSharedBytes <= 98 * 1024 && Small::kSharedBytes <= 63 * 1024);
     const auto fits = [&](size_t bytes) { return bytes + more <= stream.device().sharedPerBlock; };
-    if (fits(Large::kSharedBytes)) return f(Large{}), true;
-    if (fits(Middle::kSharedBytes)) return f(Middle{}), true;
-    if (fits(Small::kSharedBytes)) return f(Small{}), true;
-    return false;
+    if (fits(Large::kSharedBytes)) return f(Large{});
+    if (fits(Middle::kSharedBytes)) return f(Middle{});
+    f(Small{});
 }
 
 }  // namespace sharpi::cuda

@@ -1,5 +1,5 @@
-// Causal attention of many rows over latents, on tensor cores: see KeyValueTile. A block takes one head of a tile of query
-// rows, as for other heads. The heads of a tile run at the same time and find the keys in the L2 cache.
+// Causal attention of many rows over latents, on tensor cores: see KeyValueTile. A block takes one head of a tile of
+// query rows, as for other heads. The heads of a tile run at the same time and find the keys in the L2 cache.
 #include "kernels/attention/latent_shape.h"
 #include "kernels/prefill/prefill_columns.cuh"
 
@@ -43,7 +43,7 @@ template <class T> __global__ void __launch_bounds__(T::kThreads) attendLatents(
 
 // --- launching ---------------------------------------------------------------------------------------------------
 
-template <KvType kType, bool kSplit, typename F> bool withTile(const Stream& stream, int32_t headDim, const F& f) {
+template <KvType kType, bool kSplit, typename F> void withTile(const Stream& stream, int32_t headDim, const F& f) {
     constexpr int kUsual = kMaxLatentRank + 64, kMost = kMaxLatentRank + kMaxLatentRotated;
     if (headDim <= kUsual) return withKeyValueTile<kType, kSplit, kUsual, kMaxLatentRank>(stream, 0, f);
     return withKeyValueTile<kType, kSplit, kMost, kMaxLatentRank>(stream, 0, f);
@@ -58,19 +58,10 @@ template <class T> void launchLatents(Stream& stream, const PrefillArgs& args) {
 
 }  // namespace
 
-bool prefillsLatents(const Stream& stream, const KvPages& pages, bool splitQueries) {
-    bool found = false;
-    withPrefillForm(pages.type, splitQueries, [&](auto tag, auto split) {
-        found = withTile<decltype(tag)::kType, decltype(split)::value>(stream, pages.headDim, [](auto) {});
-    });
-    return found;
-}
-
 void prefillLatent(Stream& stream, const PrefillArgs& args) {
     withPrefillForm(args.pages.type, args.q.lo != nullptr, [&](auto tag, auto split) {
-        const bool found = withTile<decltype(tag)::kType, decltype(split)::value>(
+        withTile<decltype(tag)::kType, decltype(split)::value>(
             stream, args.shape.headDim, [&](auto tile) { launchLatents<decltype(tile)>(stream, args); });
-        if (!found) throw Error(ErrorKind::Internal, "no tile of latents fits in this GPU's shared memory");
     });
 }
 

@@ -104,8 +104,9 @@ template <KvType kType, bool kSplit> void chooseWide(Stream& stream, const Prefi
 }  // namespace
 
 void prefillWide(Stream& stream, const PrefillArgs& args) {
-    withPrefillForm(
-        args.pages.type, args.q.lo != nullptr, [&](auto tag, auto split) { chooseWide<decltype(tag)::kType, decltype(split)::value>(stream, args); });
+    withPrefillForm(args.pages.type, args.q.lo != nullptr, [&](auto tag, auto split) {
+        chooseWide<decltype(tag)::kType, decltype(split)::value>(stream, args);
+    });
 }
 
 }  // namespace sharpi::cuda

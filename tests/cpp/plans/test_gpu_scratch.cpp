@@ -66,7 +66,7 @@ const GpuScratch::Input& input(const GpuScratch& s, RowInput which) { return s.i
 int64_t attentionBytes(const GpuScratch& s, const StepLimits& l) {
     if (l.outputGroups) return cuda::kDecodeCounterBytes;
     return static_cast<int64_t>(l.latentHeads
-                                    ? cuda::latentAttentionBytes(l.maxRows, latentShape(l))
+                                    ? cuda::latentAttentionBytes(s.exactRows, latentShape(l))
                                     : cuda::decodeAttentionBytes(s.exactRows, {l.heads, l.kvHeads, l.headDim}));
 }
 
@@ -156,10 +156,10 @@ std::vector<Part> ofMixer(const GpuScratch& s, const StepLimits& l) {
     };
 }
 
-// In latent attention. Products by head read the exact forms of all rows, plain queries before attention writes its
-// own.
+// In latent attention. Products by head read plain queries before attention writes its own.
 std::vector<Part> ofLatent(const GpuScratch& s, const StepLimits& l) {
-    const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows, heads = rows * l.latentHeads;
+    const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows, heads = exact * l.latentHeads,
+                  fastHeads = fast * l.latentHeads;
     const int64_t split = l.floatWeights ? 1 : 0, splitQueries = l.kvType != KvType::BF16 ? 1 : 0;
     return {
         {"q", s.rows[RowBuffer::Queries], kFloat * rows * l.queryWidth},
@@ -172,6 +172,8 @@ std::vector<Part> ofLatent(const GpuScratch& s, const StepLimits& l) {
         {"headValues", s.rows[RowBuffer::HeadValues], kFloat * rows * l.headValueWidth},
         {"attended", input(s, RowInput::Attended).exact.floats, kFloat * heads * l.latentRank},
         {"attendedQuant", input(s, RowInput::Attended).exact.quantized, quantized(heads, l.latentRank)},
+        {"attendedHi", input(s, RowInput::Attended).fast.hi, kHalf * fastHeads * l.latentRank},
+        {"attendedLo", input(s, RowInput::Attended).fast.lo, split * kHalf * fastHeads * l.latentRank},
         {"lowRank", input(s, RowInput::LowRank).exact.floats, kFloat * exact * l.queryRank},
         {"lowRankQuant", input(s, RowInput::LowRank).exact.quantized, quantized(exact, l.queryRank)},
         {"lowRankHi", input(s, RowInput::LowRank).fast.hi, kHalf * fast * l.queryRank},
@@ -183,9 +185,9 @@ std::vector<Part> ofLatent(const GpuScratch& s, const StepLimits& l) {
     };
 }
 
-// In attention over blocks. The product by group reads the exact forms of all rows.
+// In attention over blocks.
 std::vector<Part> ofBlocks(const GpuScratch& s, const StepLimits& l) {
-    const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows, groups = rows * l.outputGroups;
+    const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows, groups = exact * l.outputGroups;
     const int64_t split = l.floatWeights ? 1 : 0, splitQueries = l.kvType != KvType::BF16 ? 1 : 0;
     // 100 blocks are a segment, and a window of 128 may begin in the one before its last.
     const auto oneRow = int64_t{3} * l.heads * (l.headDim + 2) * kFloat;
@@ -204,6 +206,8 @@ std::vector<Part> ofBlocks(const GpuScratch& s, const StepLimits& l) {
         {"chosenBlocks", s.rows[RowBuffer::ChosenBlocks], kInt * rows * l.topK},
         {"attended", input(s, RowInput::Attended).exact.floats, kFloat * groups * l.groupWidth},
         {"attendedQuant", input(s, RowInput::Attended).exact.quantized, quantized(groups, l.groupWidth)},
+        {"attendedHi", input(s, RowInput::Attended).fast.hi, kHalf * fast * l.queryWidth},
+        {"attendedLo", input(s, RowInput::Attended).fast.lo, split * kHalf * fast * l.queryWidth},
         {"lowRank", input(s, RowInput::LowRank).exact.floats, kFloat * exact * l.queryRank},
         {"lowRankQuant", input(s, RowInput::LowRank).exact.quantized, quantized(exact, l.queryRank)},
         {"lowRankHi", input(s, RowInput::LowRank).fast.hi, kHalf * fast * l.queryRank},
@@ -212,7 +216,7 @@ std::vector<Part> ofBlocks(const GpuScratch& s, const StepLimits& l) {
         {"valuesQuant", input(s, RowInput::HeadValues).exact.quantized, quantized(exact, l.headValueWidth)},
         {"valuesHi", input(s, RowInput::HeadValues).fast.hi, kHalf * fast * l.headValueWidth},
         {"valuesLo", input(s, RowInput::HeadValues).fast.lo, split * kHalf * fast * l.headValueWidth},
-        {"segments", s.blockAttention, std::max(oneRow, std::min(oneRow * rows, int64_t{48} << 20))},
+        {"segments", s.blockAttention, std::max(oneRow, std::min(oneRow * exact, int64_t{48} << 20))},
         {"indexScores", s.indexScores, kFloat * std::min<int64_t>(rows, 64) * l.blocks},
     };
 }

@@ -92,12 +92,6 @@ __device__ __forceinline__ void endCopies() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
-// Waits for all groups of the thread's copies but the last kPending.
-template <int kPending> __device__ __forceinline__ void waitForCopies() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-#endif
-}
 template <int kThreads> __device__ __forceinline__ void meet(int barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }

@@ -205,8 +205,7 @@ TEST_F(Prefill, LatentsAreNearTheExactResult) {
     for (const Shape& shape : kLatents) {
         ASSERT_NO_FATAL_FAILURE(compare(shape, kChunks, false, kBf16));
         for (const KvType type : {KvType::F32, KvType::F16, KvType::BF16})
-            ASSERT_NO_FATAL_FAILURE(
-                compare({type, 2, 1, shape.headDim, shape.valuePrefix}, kChunks, true, kSplit));
+            ASSERT_NO_FATAL_FAILURE(compare({type, 2, 1, shape.headDim, shape.valuePrefix}, kChunks, true, kSplit));
     }
 }
 

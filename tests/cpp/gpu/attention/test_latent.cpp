@@ -50,8 +50,9 @@ protected:
         const LatentPreparation how{deviceNorm.get(), 1e-6f,      deviceCos.get(),
                                     deviceSin.get(),  c.adjacent, c.scaled ? deviceScales.get() : nullptr};
         const DeviceArray<uint16_t> hi(q.size()), lo(q.size());
-        prepareLatent(stream(), deviceQ.get(), deviceHead.get(), deviceKeys.get(), s, how, on.batch, cache.onDevice(),
-                      {hi.get(), lo.get()});
+        for (const HalfRows& half : {HalfRows{hi.get(), lo.get()}, HalfRows{}})
+            prepareLatent(stream(), deviceQ.get(), deviceHead.get(), deviceKeys.get(), s, how, on.batch,
+                          cache.onDevice(), half);
 
         std::vector<uint8_t> expected(cache.deviceK->size(), 0xff);
         const cpu::Kernels& kernels = cpu::kernels();

@@ -347,8 +347,8 @@ TEST_P(AttendBlocks, GivesTheBitsOfTheCpu) {
     const std::vector<float> expected(attended, attended + count);
     EXPECT_TRUE(sameBits(expected, q.read()));
 
-    // In split form factors keep 16 bits, whatever the cache has. Else queries and weights are rounded to 8 bits, each by
-    // at most 2^-9, in random directions.
+    // In split form factors keep 16 bits, whatever the cache has. Else queries and weights are rounded to 8 bits, each
+    // by at most 2^-9, in random directions.
     for (const bool split : {true, false}) {
         if (!split && c.type != KvType::BF16) continue;
         const DeviceArray<float> near(expected.size());

@@ -230,6 +230,65 @@ TEST_P(Matmul, ARowDoesNotDependOnTheOthers) {
     }
 }
 
+// Heads whose rows divide no tile, parts that cut heads, and outputs that are apart.
+TEST_P(Matmul, ProductsByHeadAreCloseToTheExactOnes) {
+    constexpr int64_t kHeads = 3, kRowsOfHead = 140, kStride = 150, kAll = kHeads * kRowsOfHead;
+    for (const DType type : {DType::Q4_K, DType::Q5_0, DType::Q8_0, DType::BF16, DType::F16, DType::F32})
+        for (const int64_t rows : {1, 16, 17, 150, 300}) {
+            const bool split = type == DType::F32;
+            const int64_t cols = blocks(type, 1, 6) + (info(type).isFloat ? 100 : 0);
+            const std::vector<uint8_t> file = fileWeights(type, kAll, cols, random());
+            const std::vector<float> values = dequantize(type, file, kAll, cols);
+            const Activations x = activations(rows * kHeads, cols, split);
+            const std::vector<int64_t> cuts = {0, 33, 280, 401, kAll};
+            const std::vector<float> before(static_cast<size_t>(rows * kHeads * kStride), -7.0f);
+            const DeviceArray<float> y(before);
+            for (size_t i = 0; i + 1 < cuts.size(); ++i) {
+                const size_t rowBytesOf = rowBytes(type, cols);
+                const Weights part =
+                    weights(type, cuts[i + 1] - cuts[i], cols,
+                            {file.begin() + cuts[i] * rowBytesOf, file.begin() + cuts[i + 1] * rowBytesOf});
+                matmulByHead(stream(), {part.packed, cuts[i], kRowsOfHead, kHeads, kStride}, x.rows(), rows, y.get());
+                stream().synchronize();
+            }
+            const std::vector<float> got = y.read();
+            for (int64_t head = 0; head < kHeads; ++head) {
+                std::vector<const float*> pieces;
+                std::vector<float> ofHead;
+                for (int64_t t = 0; t < rows; ++t) {
+                    const int64_t piece = t * kHeads + head;
+                    pieces.push_back(&x.values[piece * cols]);
+                    const auto at = got.begin() + piece * kStride;
+                    ofHead.insert(ofHead.end(), at, at + kRowsOfHead);
+                    ASSERT_TRUE(std::all_of(at + kRowsOfHead, at + kStride, [](float v) { return v == -7.0f; }));
+                }
+                const Expected expected = multiply(&values[head * kRowsOfHead * cols], kRowsOfHead, cols, pieces);
+                ASSERT_NO_FATAL_FAILURE(expectClose(expected, ofHead, split ? kSplitTolerance : kPlainTolerance,
+                                                    describe(type, rows, kRowsOfHead, cols)));
+            }
+        }
+}
+
+// As narrow as the parameters of hyper-connections, and a router.
+TEST_P(Matmul, NarrowProductsAreCloseToTheExactOnes) {
+    for (const auto& [outputs, cols] :
+         std::vector<std::pair<int64_t, int64_t>>{{24, 16384}, {64, 2048}, {1, 8}, {260, 1000}})
+        for (const int64_t rows : {1, 3, 17, 64, 700})
+            for (const bool split : {false, true}) {
+                const Weights w = weights(DType::F32, outputs, cols);
+                const Activations x = activations(rows, cols, split);
+                const std::vector<float> bias = randomFloats(static_cast<size_t>(outputs));
+                const DeviceArray<float> y(static_cast<size_t>(rows * outputs)), deviceBias(bias);
+                matmul(stream(), w.packed, x.rows(), rows, deviceBias.get(), y.get(), Store::Write);
+                std::vector<const float*> pieces;
+                for (int64_t t = 0; t < rows; ++t) pieces.push_back(&x.values[t * cols]);
+                Expected expected = multiply(w.values.data(), outputs, cols, pieces);
+                for (size_t i = 0; i < expected.y.size(); ++i) expected.y[i] += bias[i % bias.size()];
+                ASSERT_NO_FATAL_FAILURE(
+                    expectClose(expected, y.read(), kSplitTolerance, describe(DType::F32, rows, outputs, cols)));
+            }
+}
+
 // The launches of a step follow each other without waiting: a product must see what the launch before it wrote.
 TEST_P(Matmul, ReadsWhatThePreviousLaunchWrote) {
     const int64_t rows = 256, width = 512;
