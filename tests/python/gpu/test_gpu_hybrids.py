@@ -136,7 +136,7 @@ def test_a_narrow_kv_cache_at_long_context(tmp_path: Path) -> None:
 
 def test_sixty_four_conversations_at_once(tmp_path: Path) -> None:
     """Each has a text of its own and a state of its own, token by token in turn. A session that does not generate keeps
-    nobody from memory: a further one takes the state of one of these, whose text is computed again."""
+    nobody from memory: a further one takes the state of one of these, which then takes it back."""
     count, random = 64, np.random.default_rng(2)
     prompts = [random.integers(0, 96, random.integers(1, 8)).tolist() for _ in range(count)]
     further = [1, 2]
@@ -156,8 +156,8 @@ def test_sixty_four_conversations_at_once(tmp_path: Path) -> None:
     with load(path, sequences=count, context=count * 64, prompt="exact") as model:
         sessions = [model.session() for _ in prompts]
         assert in_turn(prompts, 30) == alone
-        said = model.session().generate(further, max_tokens=30, temperature=0.0)
-        assert [token.id for token in said] == alone_further
+        late = model.session()
+        assert [token.id for token in late.generate(further, max_tokens=30, temperature=0.0)] == alone_further
         assert in_turn(longer, 15) == alone_again
     assert len({tuple(text) for text in alone}) > count // 2
 
