@@ -166,18 +166,26 @@ def test_golden_families_have_the_cpus_bits(name: str, kind: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_golden_families_in_types_that_round(name: str, tmp_path: Path) -> None:
-    """The bounds of test_families.py, by the median of the rows: what rounding turns among experts is in the rest. A
-    prefill over a bf16 cache rounds queries and weights of attention as well, so it is no nearer to numpy that rounds
-    keys and values alike."""
+    """By the median of the rows, because rounding may turn a row's choice of experts, which moves it a lot. If it turns
+    the choices of most rows, the median is moved too: then numpy that rounds alike says how much it may be, with the
+    factors of test_families.py. On the CPU that is so for "deepseek2" in Q8_0, 0.20, and for "deepseek2-flash" over a
+    bf16 cache, 0.062. In Q8_0, prompt rows have both factors in bf16, whose error is smaller than that of int8, but
+    turns other choices. Over a bf16 cache they have queries and weights of attention in bf16 as well."""
     tokens = np.load(LOGITS / f"{name}.npz")["tokens"][:40].tolist()
 
-    def median_error(path: Path, **options) -> float:
-        found, expected = logits(path, tokens, **options), NumpyModel(path).logits(tokens)
+    def median_error(found: np.ndarray, expected: np.ndarray) -> float:
         return float(np.median([relative_error(*rows) for rows in zip(found, expected, strict=True)]))
 
-    for kind in KINDS:
-        assert median_error(write_golden(name, tmp_path, kind="Q8_0"), kind=kind) < 0.15
-        assert median_error(write_golden(name, tmp_path), kind=kind, kv_dtype="bf16") < 0.06
+    def check(path: Path, rounded: NumpyModel, kv_dtype: str, usual: float, factor: float) -> None:
+        expected = NumpyModel(path).logits(tokens)
+        bound = max(usual, factor * median_error(rounded.logits(tokens), expected))
+        for kind in KINDS:
+            assert median_error(logits(path, tokens, kind=kind, kv_dtype=kv_dtype), expected) < bound, kind
+
+    path = write_golden(name, tmp_path, kind="Q8_0")
+    check(path, NumpyModel(path, int8_activations=True), "fp32", 0.15, 1.25)
+    path = write_golden(name, tmp_path)
+    check(path, NumpyModel(path, kv_dtype="bf16"), "bf16", 0.06, 1.1)
 
 
 def test_llama_4_beyond_its_first_chunk(tmp_path: Path) -> None:

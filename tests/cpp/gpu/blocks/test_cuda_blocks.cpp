@@ -101,7 +101,9 @@ TEST_F(CudaBlocks, ExpertsInSlotsHaveTheSameBits) {
 // Turns of two sessions that keep any beginning of what they held, within a block too.
 TEST_F(CudaBlocks, RollBacksLeaveNothingBehind) {
     const BlockModel model;
-    const auto engine = load(model, exact(with(true)));
+    EngineOptions o = exact(with(true));
+    o.cacheTokens = 2 * o.context;  // sessions never make room for each other
+    const auto engine = load(model, o);
     const auto onCpu = load(model, with(false));
     Session sessions[] = {Session(engine), Session(engine)};
     std::vector<int32_t> texts[] = {tokens(30, model.options().vocab), tokens(200, model.options().vocab)};
