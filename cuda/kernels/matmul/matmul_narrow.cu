@@ -4,7 +4,7 @@
 
 #include "kernels/matmul/matmul_feed.cuh"
 #include "kernels/matmul/mma.cuh"
-#include "kernels/matvec/narrow.cuh"
+#include "kernels/matvec/narrow/narrow.cuh"
 
 namespace sharpi::cuda {
 

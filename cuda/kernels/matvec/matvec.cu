@@ -6,7 +6,7 @@
 // a large part of its time at batch 1.
 #include "kernels/matvec/grouped.cuh"
 #include "kernels/matvec/mma/mma_product.cuh"
-#include "kernels/matvec/narrow.cuh"
+#include "kernels/matvec/narrow/narrow.cuh"
 
 namespace sharpi::cuda {
 
