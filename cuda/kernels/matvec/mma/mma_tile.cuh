@@ -16,11 +16,12 @@
 //   signed bytes and float scales to the warp's own shared memory, which ldmatrix reads as fragments.
 // - Activations: a team copies the blocks of all columns to its stages in shared memory. The layout of QuantizedRows is
 //   already what ldmatrix needs. If the stages of all steps fit (a *resident* tile), the team copies everything once,
-//   and the block has many items with the same columns. Otherwise there are a few stages, and copies are some steps
-//   ahead.
+//   and the block has many items with the same columns; the first one waits for each step's. Otherwise there are a few
+//   stages, and copies are some steps ahead.
 //
-// Nothing but a team's barrier stands in the main loop, and not even that in a resident tile. Steps run on from one
-// item (16 weight rows for each group, and their columns) to the next, so that loads are always in flight.
+// Nothing but a team's barrier stands in the main loop, and in a resident tile not even that after the first item.
+// Steps run on from one item (16 weight rows for each group, and their columns) to the next, so that loads are always
+// in flight.
 //
 // How to use it: a kernel of MmaTile::kThreads threads and sharedBytes() of dynamic shared memory (aligned to 128
 // bytes) makes an MmaTile, calls start() before waitForPrevious() and run() after it. Its callables say where each
@@ -144,9 +145,10 @@ public:
                 unpack(step);
                 fetch(place);
                 if constexpr (kResident) {
-                    __syncwarp();  // the unpacked weights are written
+                    if (item == 0) finishColumns(stage, step);
+                    else __syncwarp();  // the unpacked weights are written
                 } else {
-                    finishColumns(stage);  // also orders the warp's own writes before its reads
+                    finishColumns(stage, 0);  // also orders the warp's own writes before its reads
                     copyNext(x,
                              rowOf);  // to the stage that nobody reads any more: the whole team has passed the barrier
                 }
@@ -310,18 +312,19 @@ private:
             if (F::kHasMin) copyAsync<4>(toEnd + i * kEndStep + Numbers::kFieldBytes, x.sums + from);
         }
     }
-    // Waits for the team's copies.
-    __device__ __forceinline__ void finishColumns(int stage) const {
-        waitForCopies<kStages - 2>();
+    // Waits for the team's copies. In a resident tile, those of the first step are a group, and all others another one.
+    __device__ __forceinline__ void finishColumns(int stage, int step) const {
+        if (kResident && step > 0) waitForCopies<0>();
+        else waitForCopies<kResident ? 1 : kStages - 2>();
         scaleSums(stage);
         meet<kTeam>(1 + slice());
     }
     __device__ __forceinline__ void copyAllColumns(const QuantizedRows& x) const {
-        for (int step = 0; step < _steps; ++step) copyColumns(x, step * kStageBytes, step);
+        for (int step = 0; step < _steps; ++step) {
+            copyColumns(x, step * kStageBytes, step);
+            if (step == 0) endCopies();
+        }
         endCopies();
-        waitForCopies<0>();
-        for (int step = 0; step < _steps; ++step) scaleSums(step * kStageBytes);
-        meet<kTeam>(1 + slice());
     }
     // A thread multiplies the sums that it copied by their scales.
     __device__ __forceinline__ void scaleSums(int stage) const {

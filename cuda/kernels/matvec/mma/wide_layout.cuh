@@ -6,10 +6,13 @@
 
 namespace sharpi::cuda {
 
-// kRowWarps, kColumnWarps: warps side by side, each with 32 weight rows and 32 columns.
-template <DType D, int kRowWarps, int kColumnWarps> struct WideLayout {
+// kRowWarps, kColumnWarps: warps side by side, each with 32 weight rows and 32 columns. kWarps: all warps of a block.
+template <DType D, int kRowWarps, int kColumnWarps, int kWarpCount = 8> struct WideLayout {
     using Numbers = MmaNumbers<D>;
-    static constexpr int kWarps = 8, kThreads = 32 * kWarps;
+    static constexpr int kWarps = kWarpCount, kThreads = 32 * kWarps;
+    // Of a multiprocessor, which has the registers of eight warps. While one block meets, or joins sums, another one
+    // multiplies.
+    static constexpr int kMinBlocks = 8 / kWarps;
     static constexpr int kSlices = kWarps / (kRowWarps * kColumnWarps);
     static constexpr int kRows = 32 * kRowWarps, kColumns = kWideColumns * kColumnWarps;
     static constexpr int kBundles = kColumnWarps;
@@ -20,15 +23,15 @@ template <DType D, int kRowWarps, int kColumnWarps> struct WideLayout {
     static constexpr int kTurns = kContractAccumulators / kSlices;
     static constexpr int kLevels = kTurns == 16 ? 4 : kTurns == 8 ? 3 : 2;
     static_assert(1 << kLevels == kTurns);
-    // Unfinished sums of the lowest level stay in registers, but for large tiles, whose types need them otherwise.
-    static constexpr int kHeldLevels = kRowWarps * kColumnWarps == 4 ? 0 : 1;
+    // Unfinished sums of the lowest level stay in registers.
+    static constexpr int kHeldLevels = 1;
 
     // A run is kSlices neighbouring blocks of all rows and columns. A stage has kRuns of them, so that each thread
     // unpacks two blocks of its weights.
     static constexpr int kUnits = 2;
     static constexpr int kRuns = kUnits * kThreads / (kRows * kSlices);
-    // More of them give copies more time; large tiles have no room.
-    static constexpr int kStages = kRowWarps * kColumnWarps == 4 ? 2 : 3;
+    // One that is multiplied, the next, whose first blocks are loaded ahead, and one that is filled.
+    static constexpr int kStages = 3;
     // The slices' parts of what is unpacked are shifted, because lanes with blocks of different slices write at once.
     static constexpr int kShift = 128 / kSlices;
     static constexpr int whole(int bytes) { return (bytes + 127) / 128 * 128; }

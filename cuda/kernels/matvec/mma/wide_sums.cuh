@@ -20,23 +20,20 @@ public:
     // Begins an item.
     __device__ __forceinline__ void begin() {
         _turn = 0;
-        zero();
+        fill(acc, 0.0f);
+        fill(_held, -0.0f);
     }
-    // Joins the finished accumulators with what waits for them.
+    // Joins the finished accumulators with what waits for them. If nothing waits, that is -0, which adds nothing to any
+    // float: the sums that are held change in place, and the compiler need not copy them.
     __device__ __forceinline__ void endTurn() {
-        if constexpr (kHeldLevels == 0) {
-            endLevel<0>(acc);
-        } else if (_turn & 1) {
-            Values sum;
 #pragma unroll
-            for (int i = 0; i < kSumCount; ++i) part(sum, i) = __fadd_rn(part(_held, i), part(acc, i));
-            endLevel<1>(sum);
-        } else {
-#pragma unroll
-            for (int i = 0; i < kSumCount; ++i) part(_held, i) = part(acc, i);
+        for (int i = 0; i < kSumCount; ++i) part(_held, i) = __fadd_rn(part(_held, i), part(acc, i));
+        fill(acc, 0.0f);
+        if (_turn & 1) {
+            endLevel<1>(_held);
+            fill(_held, -0.0f);
         }
         ++_turn;
-        zero();
     }
     // After the last turn of all warps: one of a lane's values, as each warp of the team has it. at: as above.
     template <int kSlices>
@@ -55,9 +52,9 @@ private:
     static __device__ __forceinline__ float& part(Values& values, int i) {
         return values[i / (4 * kTiles)][i / 4 % kTiles][i % 4];
     }
-    __device__ __forceinline__ void zero() {
+    static __device__ __forceinline__ void fill(Values& values, float value) {
 #pragma unroll
-        for (int i = 0; i < kSumCount; ++i) part(acc, i) = 0.0f;
+        for (int i = 0; i < kSumCount; ++i) part(values, i) = value;
     }
     // What endTurn() does with finished sums of a level.
     template <int kLevel> __device__ __forceinline__ void endLevel(Values& sum) {
@@ -84,7 +81,7 @@ private:
                         sum[i / (4 * kTiles)][i / 4 % kTiles]);
     }
 
-    Values _held;  // the lowest level, if it is in registers
+    Values _held;  // the lowest level
     uint32_t _at;
     int _turn;
 };

@@ -13,9 +13,10 @@
 // with j mod kSlices equal to the slice's number. They meet at the end. All slices take neighbouring blocks at the same
 // time, and memory is read in runs of these.
 //
-// Data goes through two or three stages in shared memory: while one is multiplied, the others are filled. All threads
-// share this work evenly, whatever their slice: each loads two blocks of weights to registers and unpacks them a stage
-// later, and copies some columns. One barrier a stage is enough.
+// Data goes through three stages in shared memory: one is multiplied, the next is ready, so that its first loads and
+// products do not wait for the barrier between the two, and the third is filled. All threads share this work evenly,
+// whatever their slice: each loads two blocks of weights to registers and unpacks them a stage later, and copies some
+// columns. One barrier a stage is enough.
 //
 // How to use it: a kernel of MmaWideTile::kThreads threads and sharedBytes() of dynamic shared memory (aligned to 128
 // bytes) makes a MmaWideTile, calls start() before waitForPrevious() and run() after it. Its callables say where each
@@ -30,8 +31,9 @@
 
 namespace sharpi::cuda {
 
-template <DType D, int kRowWarps, int kColumnWarps> class MmaWideTile : WideLayout<D, kRowWarps, kColumnWarps> {
-    using Layout = WideLayout<D, kRowWarps, kColumnWarps>;
+template <DType D, int kRowWarps, int kColumnWarps, int kWarpCount = 8>
+class MmaWideTile : WideLayout<D, kRowWarps, kColumnWarps, kWarpCount> {
+    using Layout = WideLayout<D, kRowWarps, kColumnWarps, kWarpCount>;
     using F = Format<D>;
     using Raw = typename F::Raw;
     using Layout::columnWarp;
@@ -70,6 +72,7 @@ public:
     using Weights = Steps<D>;
     using Layout::kColumns;
     using Layout::kGroups;
+    using Layout::kMinBlocks;
     using Layout::kRows;
     using Layout::kThreads;
     using Layout::kWarps;
@@ -79,7 +82,7 @@ public:
     using Layout::warp;
     // For fetchRowsAhead().
     static constexpr bool kIsWide = true, kResident = false;
-    static constexpr int kItemsAhead = 0, kRounds = 1, kPairs = kGroups / 2, kMinBlocks = 1;
+    static constexpr int kItemsAhead = 0, kRounds = 1, kPairs = kGroups / 2;
 
     // shared: sharedBytes(cols), aligned to 128 bytes. cols: takes(cols). rows: of all of x. All threads call it, and
     // meet.
@@ -125,6 +128,12 @@ public:
 #pragma unroll
         for (int i = 0; i < kUnits; ++i) nextRaw(i);
         goOnLoading(place);
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) {
+            _firstRaw[i] = _raw[0];
+            nextRaw(i);
+        }
+        goOnLoading(place);
     }
 
     // x has been arranged (WideColumns). rowOf(item, 0) is the row of x that is the first column of an item, a multiple
@@ -138,31 +147,36 @@ public:
         findColumns(rowOf);
         readCopied();
 #pragma unroll
-        for (int ahead = 0; ahead + 1 < kStages; ++ahead) {
+        for (int ahead = 0; ahead < 2; ++ahead) {
             copy(columns, ahead * kStageBytes);
             goOnCopying(rowOf);
         }
 #pragma unroll
+        for (int i = 0; i < kUnits; ++i) unpack(_firstRaw[i], 0, i);
+#pragma unroll
         for (int i = 0; i < kUnits; ++i) {
-            unpack(_raw[0], 0, i);
+            unpack(_raw[0], kStageBytes, i);
             nextRaw(i);
         }
         goOnLoading(place);
-        waitForCopies<kStages - 2>();
+        waitForCopies<0>();
+        __syncthreads();
 
         Sums sums(_sums);
+        Flow flow;
+        begin(flow);
         int slot = 0, stageOfItem = 0, item = 0;  // slot: bytes
         uint32_t ends = _order.ends(0);
         for (int stage = 0; stage < all; ++stage) {
-            const int next = nextSlot(slot);
+            const int next = nextSlot(slot), filled = nextSlot(next);
             __syncthreads();
-            copy(columns, kStages == 2 ? next : nextSlot(next));
-            multiply(slot, next, ends, sums);
+            copy(columns, filled);
+            multiply(slot, next, filled, ends, sums, flow);
             if (++stageOfItem == _stagesOfItem) stageOfItem = 0;
             ends = _order.ends(stageOfItem);
             goOnLoading(place);
             goOnCopying(rowOf);
-            waitForCopies<kStages - 2>();
+            waitForCopies<0>();
             slot = next;
             if (stageOfItem != 0) continue;
             sums.begin();
@@ -366,16 +380,22 @@ private:
                 acc[own][tile][c] = Numbers::add(product[own][0][c], product[own][Numbers::kHalves][c],
                                                  w.rows[own][c / 2], x.ends[k], c % 2, acc[own][tile][c]);
     }
-    // Multiplies a stage and writes the weights of the next. Loads run ahead of the products, and the products of a
-    // tile ahead of what is done with them. There is no branch in between but for the end of a turn, so that the
-    // compiler can mix all of it.
-    __device__ __forceinline__ void multiply(int slot, int next, uint32_t ends, Sums& sums) {
+    // What runs ahead of the sums, from one stage to the next.
+    struct Flow {
         WeightFragments weights[2];
         ColumnFragments columns[2];
         Products products[2];
-        loadWeights(slot, 0, weights[0]);
-        loadColumns(slot, 0, 0, columns[0]);
-        multiplyTile(weights[0], columns[0], 0, products[0]);
+    };
+    __device__ __forceinline__ void begin(Flow& flow) const {
+        loadWeights(0, 0, flow.weights[0]);
+        loadColumns(0, 0, 0, flow.columns[0]);
+        multiplyTile(flow.weights[0], flow.columns[0], 0, flow.products[0]);
+    }
+    // Multiplies the stage in `slot` and writes the weights of the next but one to `filled`. Loads run ahead of the
+    // products, and the products of a tile ahead of what is done with them: at the end they are those of the stage in
+    // `next`. There is no branch in between but for the end of a turn, so that the compiler can mix all of it.
+    __device__ __forceinline__ void multiply(int slot, int next, int filled, uint32_t ends, Sums& sums, Flow& flow) {
+        auto& [weights, columns, products] = flow;
         constexpr int kEachTime = 2 * kUnits / kRuns;  // blocks that the thread unpacks in two runs
         static_assert(kEachTime * kRuns == 2 * kUnits);
         // Not unrolled further: all of it should fit in the instruction cache.
@@ -384,15 +404,16 @@ private:
 #pragma unroll
             for (int odd = 0; odd < 2; ++odd) {
                 const int run = first + odd;
-                // In the last run, these load what nobody uses: the stage has more bytes behind them.
+                const bool isLast = odd == 1 && (kRuns == 2 || run + 1 == kRuns);
+                const int slotAfter = isLast ? next : slot, runAfter = isLast ? 0 : run + 1;
                 loadColumns(slot, run, 1, columns[1]);
-                loadWeights(slot, run + 1, weights[1 - odd]);
+                loadWeights(slotAfter, runAfter, weights[1 - odd]);
                 multiplyTile(weights[odd], columns[0], 1, products[1]);
                 addTile(weights[odd], columns[0], 0, products[0], 0, sums.acc);
-                if (kEachTime == 2 || odd == 0) unpack(_raw[0], next, kEachTime == 2 ? odd : first / 2);
+                if (kEachTime == 2 || odd == 0) unpack(_raw[0], filled, kEachTime == 2 ? odd : first / 2);
                 multiplyTile(weights[odd], columns[1], 0, products[0]);
                 addTile(weights[odd], columns[0], 1, products[1], 1, sums.acc);
-                loadColumns(slot, run + 1, 0, columns[0]);
+                loadColumns(slotAfter, runAfter, 0, columns[0]);
                 multiplyTile(weights[odd], columns[1], 1, products[1]);
                 addTile(weights[odd], columns[1], 0, products[0], 2, sums.acc);
                 if (kEachTime == 2 || odd == 1) nextRaw(kEachTime == 2 ? odd : first / 2);
@@ -410,6 +431,7 @@ private:
     uint32_t _codes, _numbers, _columns, _ends;                 // and what it reads
     typename Weights::Base _base;
     Loaded _raw[2];                                          // the two blocks that are loaded, the earlier one first
+    Loaded _firstRaw[kUnits];                                // the first stage's
     uint32_t _block[kRuns], _run[kUnits], _endBlock[kEnds];  // see readCopied() and readLoaded()
     uint32_t _first;                                         // the first block of the thread's row
     uint32_t _bundle;                                        // the item's first

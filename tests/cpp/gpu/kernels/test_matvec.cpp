@@ -449,6 +449,25 @@ TEST_F(MatvecTest, GatedHasTheCpusBits) {
     }
 }
 
+// The wide tiles, as in WideTilesHaveTheCpusBits.
+TEST_F(MatvecTest, GatedWideTilesHaveTheCpusBits) {
+    const int64_t blocks = stream().device().multiprocessors, cols = 2048 + 256;
+    for (const DType type : {DType::Q4_K, DType::Q6_K})
+        for (const int64_t hidden : {16 * blocks, 32 * blocks}) {
+            const Weights gate = weights(type, hidden, cols), up = weights(type, hidden, cols);
+            for (const int64_t rows : {20, 64}) {
+                SCOPED_TRACE(std::string(info(type).name) + " rows " + std::to_string(rows));
+                const Inputs in =
+                    inputs(randomFloats(static_cast<size_t>(rows * cols), 0.002f), rows, cols, info(type).isFloat);
+                const DeviceArray<uint8_t> buffer(quantizedRowsBytes(rows, hidden));
+                RowOutputs out;
+                out.quantized = quantizedRowsOver(buffer.get(), rows, hidden);
+                matvecGated(stream(), in.input(), static_cast<int>(rows), gate.device(), up.device(), out);
+                expectForms(gatedProduct(gate.host(), up.host(), in.x, rows), rows, hidden, nullptr, out.quantized);
+            }
+        }
+}
+
 constexpr Activation kOtherActivations[] = {{ActivationKind::Gelu},
                                             {ActivationKind::ClampedSwiglu, 0.8f},
                                             {ActivationKind::ClampedSilu, 0.8f},
