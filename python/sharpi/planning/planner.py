@@ -107,14 +107,16 @@ def choose_kv_dtype(kv_dtype: str | None) -> str:
 def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | int | None = None,
               context: int | None = None, kv_dtype: str | None = None, batch: int | None = None, threads: int = 1,
               cpu_moe: bool | None = None, sequences: int | None = None, cache_tokens: int | None = None,
-              prompt: str | None = None,
+              prompt: str | None = None, ram_budget: int | None = None, spill_bytes: int | None = None,
               ram: int | None = None, profile: HardwareProfile | None = None, warm: ExpertStats | None = None,
               shown: bool = False, rope: RopeScaling | None = None, notice: Notice | None = None) -> Plan:
     """The plan for running `file`; `ram` stands in for the machine's memory in bytes.
 
     "auto" is the GPU if there is one and the model fits into its free memory, or into the budget `vram`; if only a part
     of it fits, the GPU or the CPU, whichever is predicted to decode faster. cpu_moe: whether all experts are left to
-    the CPU even if they would fit; `None`: what SHARPI_CPU_MOE says. sequences, cache_tokens: see `Plan`. prompt:
+    the CPU even if they would fit; `None`: what SHARPI_CPU_MOE says. sequences, cache_tokens: see `Plan`. spill_bytes:
+    what the model's schedulers are given of this name. On the CPU a mixture that is larger than RAM leaves room for
+    their copies, and takes with them at most `ram_budget` bytes, unless it needs more than that. prompt:
     "exact" or "fast"; `None`: what the kind of GPU says. A batch that is too small for fast prompts is rounded up.
     profile: the machine's speeds; without it, they are measured if they are needed and not known. warm: how often each
     expert is used, to expect hits by; without it, all alike. shown: the plan is for a person to look at; it has
@@ -137,7 +139,7 @@ def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | i
         found = _profiled_gpu(profile) if shown and profile is not None else gpu()
     request = Request(file, spec, tokens, choose_kv_dtype(kv_dtype), batch, threads, budget, cpu_moe, ram, speeds,
                        warm, shown, sequences or DEFAULT_SEQUENCES, cache_tokens or 0, rope,
-                       choose_prompt(prompt, found))
+                       choose_prompt(prompt, found), ram_budget, spill_bytes)
     plan = _on_device(request, device, found)
     if notice is not None and plan.device == "cuda" and batch is not None and plan.batch > batch:
         notice(rounding_words(batch, plan.batch))

@@ -10,6 +10,7 @@ from typing import Any
 from sharpi.machine.disk import ASSUMED_BYTES_PER_SECOND, disk_bytes_per_second
 from sharpi.machine.hardware import free_ram_bytes
 from sharpi.machine.profile import HardwareProfile
+from sharpi.planning.copies import kept
 from sharpi.planning.placement import ExpertPool, Placed, Use
 from sharpi.planning.plan import UNIFORM_ROUTING
 from sharpi.planning.prediction import (
@@ -38,14 +39,21 @@ class RamSlots:
         self._others = weights - self.expert_bytes
         # What a person plans for another machine, or a test sets, is all free.
         free = room if request.ram is not None else min(room, free_ram_bytes())
-        taken = request.total("cpu", request.context, batch, ())
+        self._taken = taken = request.total("cpu", request.context, batch, ())
+        # Slots cannot be taken back when a scheduler's copies grow.
+        copies = kept(room, recurrent=request.spec.state_bytes > 0, spill_bytes=request.spill_bytes).total
         self.bytes = 0
-        if self.expert_bytes and weights + taken > free:
-            self.bytes = max(0, free - min(_MARGIN, free // _MARGIN_PART) - self._others - taken)
-        if self.bytes and not any(pool.slots for pool in self.pools):
-            self.bytes = 0
         # What all must fit into.
-        self.room = free if self.bytes else room
+        self.room = room
+        if not self.expert_bytes or weights + taken <= free:
+            return
+        margin = min(_MARGIN, free // _MARGIN_PART)
+        # A budget without room for slots counts for nothing.
+        for budget in (free if request.ram_budget is None else request.ram_budget, free):
+            self.bytes = self._fitting(min(free - margin, budget) - copies)
+            if self.bytes:
+                self.room = min(free, budget) - copies
+                return
 
     def fits(self, context: int, rows: int) -> bool:
         """Whether what must be in RAM is: everything, but for experts that slots are for."""
@@ -55,8 +63,7 @@ class RamSlots:
     @cached_property
     def pools(self) -> tuple[ExpertPool, ...]:
         """What the slots are."""
-        options = self._request.options("cpu", self._request.context, self._batch, (), self.bytes)
-        return tuple(ExpertPool(*pool) for pool in self._request.spec.expert_pools(options))
+        return self._pools_of(self.bytes)
 
     def details(self) -> dict[str, Any]:
         """What the plan says of them, apart from speeds."""
@@ -82,6 +89,16 @@ class RamSlots:
                 "decode_full": decode_from_disk(plain["decode_full"], cached, rate),
                 "prefill": prefill_from_disk(plain["prefill"], self._batch, self._held(cached), used, rate),
                 "draft_cost": None}
+
+    def _fitting(self, room: int) -> int:
+        """What slots may take of this RAM; 0 if there is none for a useful number."""
+        left = max(0, room - self._others - self._taken)
+        return left if left and any(pool.slots for pool in self._pools_of(left)) else 0
+
+    def _pools_of(self, count: int) -> tuple[ExpertPool, ...]:
+        """What slots of so many bytes are."""
+        options = self._request.options("cpu", self._request.context, self._batch, (), count)
+        return tuple(ExpertPool(*pool) for pool in self._request.spec.expert_pools(options))
 
     def _bytes_of(self, uses: Sequence[Use]) -> int:
         """What the experts take. A tensor may hold two of their matrices, and then has two uses."""
