@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from sharpi.errors import InvalidRequestError, SharpiError
 from sharpi.files.gguf import GgufFile
 from sharpi.files.rope import RopeScaling
-from sharpi.machine.hardware import Gpu, gpu, ram_bytes
+from sharpi.machine.hardware import Gpu, gpu
 from sharpi.machine.profile import ASSUMED, HardwareProfile
 from sharpi.machine.profile_cache import current_profile, measuring_words
 from sharpi.planning.gpu_plan import DEFAULT_GPU_BATCH, VRAM_MARGIN, OnGpu, fitting_batch, largest
@@ -160,9 +160,7 @@ def _on_device(request: Request, device: str, found: Gpu | str | None) -> Plan:
 
 def _on_cpu(request: Request, why: str, found: Gpu | str | None) -> Plan:
     """The plan for the CPU."""
-    batch = min(request.batch or DEFAULT_BATCH["cpu"], request.context)
-    room = ram_bytes() if request.ram is None else request.ram
-    slots = RamSlots(request, batch, room)
+    batch, slots = _in_ram(request)
     fits = slots.fits
     shown: dict[str, Any] = {}
     if request.shown and fits(request.context, batch):
@@ -181,6 +179,12 @@ def _on_cpu(request: Request, why: str, found: Gpu | str | None) -> Plan:
                                                     lambda rows: fits(request.context, rows)),
                         fitting_context=largest(request.spec.context_length,
                                                 lambda context: fits(context, min(batch, context))))
+
+
+def _in_ram(request: Request) -> tuple[int, RamSlots]:
+    """The batch of a plan for the CPU, and its slots."""
+    batch = min(request.batch or DEFAULT_BATCH["cpu"], request.context)
+    return batch, RamSlots(request, batch)
 
 
 def _on_gpu(request: Request, why: str, found: Gpu | str) -> Plan:
@@ -213,10 +217,13 @@ def _faster(request: Request, found: Gpu) -> Plan:
         return replace(there, why="the model fits into its memory but for the embedding, which is read by rows")
     profile = request.speeds.of("cuda", found)
     known = request.inventory.on(profile)
-    here = decode_on_cpu(known.model_uses, profile, request.threads, known.beside)
     because = "the model does not fit into the VRAM whole"
     if request.experts_on_cpu:
         because = "the experts are left to the CPU"
+    batch, slots = _in_ram(request)
+    if not slots.fits(request.context, batch):
+        return replace(there, why=because + ", and not into RAM either, which the CPU needs")
+    here = slots.decode(decode_on_cpu(known.model_uses, profile, request.threads, known.beside), profile)
     said = because + ", and decode is predicted at {:.1f} tokens/s {}, {:.1f} {}"
     speeds = {"cuda": there.decode.tokens_per_second, "cpu": here.tokens_per_second}
     if speeds["cuda"] >= speeds["cpu"]:

@@ -84,11 +84,11 @@ class Forecast:
 def forecast(plan: Plan, file: GgufFile, spec: Spec, streams: int, tokens: int, *, max_gap: float = 0.2,
              warm: ExpertStats | None = None, profile: HardwareProfile | None = None,
              spill_bytes: int | None = None) -> Forecast | None:
-    """`None` if the plan does not fit or reads experts from the disk, or if nobody knows the machine.
+    """`None` if the plan does not fit or reads weights from the disk, or if nobody knows the machine.
     profile: the machine's speeds, if the plan has
     none. spill_bytes: the scheduler's, if it is given any."""
     known = plan.profile or profile
-    if known is None or not plan.fits or plan.disk_bytes or (plan.device == "cuda" and known.gpu is None):
+    if known is None or not plan.fits or plan.reads_disk or (plan.device == "cuda" and known.gpu is None):
         return None
     inventory = Inventory.of(file, spec, mtp=plan.mtp).on(known)
     held, prompt = tokens - max(1, tokens // 4), max(1, tokens // 2)

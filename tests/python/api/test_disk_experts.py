@@ -154,8 +154,8 @@ def test_a_budget_bounds_slots_and_copies(model: Path) -> None:
 def test_a_server_takes_what_a_plan_says_and_no_more_than_there_is(model: Path,
                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     ram = needed(model) * 9 // 10
-    for where in ("planning.planner.ram_bytes", "planning.ram_slots.free_ram_bytes", "scheduler.ram_bytes",
-                  "serve.models.loading.ram_bytes"):
+    for where in ("planning.disk.ram_bytes", "planning.disk.free_ram_bytes",
+                  "scheduler.ram_bytes", "serve.models.loading.ram_bytes"):
         monkeypatch.setattr(f"sharpi.{where}", lambda: ram)
     monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda *_: ASSUMED)
     file, sizes = ModelFile("m", model), []
@@ -236,7 +236,7 @@ def _append(path: Path, content: bytes) -> None:
 
 def test_the_disk_bounds_the_speed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
-    monkeypatch.setattr("sharpi.planning.ram_slots.disk_bytes_per_second", lambda path: asked.append(path) or 1e6)
+    monkeypatch.setattr("sharpi.planning.disk.disk_bytes_per_second", lambda path: asked.append(path) or 1e6)
     whole = needed(model)
     inside, outside = (planned(model, ram, shown=True) for ram in (1 << 40, whole * 4 // 5))
     assert inside.decode and outside.decode and inside.prefill and outside.prefill and asked == [model]
@@ -253,7 +253,7 @@ def test_the_disk_bounds_the_speed(model: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_command_shows_what_is_on_the_disk(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sharpi.planning.planner.ram_bytes", lambda: needed(model) * 4 // 5)
+    monkeypatch.setattr("sharpi.planning.disk.ram_bytes", lambda: needed(model) * 4 // 5)
     monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda *_: ASSUMED)
     said = " ".join(cli_runner().invoke(main, ["plan", str(model), "-c", "128", "--device", "cpu"],
                                         catch_exceptions=False).stdout.split())
