@@ -146,6 +146,30 @@ TEST(Conversations, ALaterRequestEndsTheOneBeforeIt) {
     EXPECT_EQ(tokensOf(scheduler, conversation).size(), 70U + 299U);
 }
 
+TEST(Conversations, OnlyAReaderWhoCountsIsToldWhatEachTokenTook) {
+    const Model model = modelOf(gpuVariants()[0], 512);
+    Scheduler scheduler(engineOf(model, engineOptions(512, 64, 4)), longQueue());
+    for (const bool counts : {false, true}) {
+        Request request = requestOf(randomTokens(70, model.options().vocab, 1), 20);
+        if (counts) request.ahead = 2;
+        const auto answer = scheduler.submit(request);
+        size_t tokens = 0;
+        double seconds = 0;
+        for (Answer::News news; !news.ending;) {
+            news = counts ? answer->takeOne(kForever) : answer->take(kForever);
+            tokens += news.tokens.size();
+            ASSERT_EQ(news.spent.size(), counts ? news.tokens.size() : 0);
+            for (const Spent& spent : news.spent) {
+                EXPECT_GT(spent.promptSeconds, 0);
+                EXPECT_GE(spent.stepSeconds, seconds);
+                seconds = spent.stepSeconds;
+            }
+        }
+        EXPECT_EQ(tokens, 20U);
+        EXPECT_EQ(seconds > 0, counts);
+    }
+}
+
 TEST(Conversations, ATaskFindsRoomAndIsDoneInPieces) {
     const Model model = modelOf(gpuVariants()[0], 512);
     const auto engine = engineOf(model, engineOptions(512, 64, 4));
