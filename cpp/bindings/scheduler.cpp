@@ -250,7 +250,7 @@ void bindScheduler(py::module_& m) {
                 py::object token = py::none(), spent = py::none(), ending = py::none();
                 if (!news.tokens.empty()) {
                     token = py::int_(news.tokens.front().token);
-                    spent = toTuple(news.spent.front());
+                    if (!news.spent.empty()) spent = toTuple(news.spent.front());
                 } else if (news.ending) {
                     ending = toTuple(*news.ending);
                     spent = toTuple(news.ending->figures.spent);
@@ -260,7 +260,8 @@ void bindScheduler(py::module_& m) {
             py::arg("seconds"),
             "For a reader who stops where it likes: the next token or, after the last one, why the answer ended as "
             "take() has it. Between them what was spent until then: seconds of the prompt's passes and of steps, "
-            "steps, drafted and accepted tokens. All three are None if nothing came.");
+            "steps, drafted and accepted tokens; None for an answer that waits for no reader. All three are None if "
+            "nothing came.");
 
     py::class_<Scheduler, std::shared_ptr<Scheduler>>(m, "Scheduler")
         .def(py::init([](std::shared_ptr<Engine> engine, double greatestGap, int64_t queue, int64_t running,

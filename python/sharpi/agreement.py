@@ -133,8 +133,8 @@ def _predicted(model: Model, profile: HardwareProfile, seen: Seen) -> Speed | No
     uses, threads = inventory.model_uses, plan.threads
     after = after_on_cpu if plan.device == "cpu" else after_on_gpu
     beside = after(inventory.beside, model.spec, plan.kv_dtype, round(seen.held))
-    if plan.disk_bytes:
-        return None  # how many experts were in RAM is chance
+    if plan.reads_disk:
+        return None  # how much of it was in RAM is chance
     if plan.device == "cpu":
         return (prefill_on_cpu(uses, profile, seen.tokens, threads) if seen.what == "prefill"
                 else decode_on_cpu(uses, profile, threads, beside))

@@ -79,6 +79,7 @@ class Model(LoadedModel):
              context: int | None = None, kv_dtype: str | None = None, threads: int | None = None,
              batch: int | None = None, cpu_moe: bool | None = None, sequences: int | None = None,
              cache_tokens: int | None = None, prompt: str | None = None, mtp: bool | None = None,
+             ram_budget: int | None = None, spill_bytes: int | None = None,
              rope_scaling: str | None = None, rope_scale: float | None = None, rope_freq_base: float | None = None,
              rope_freq_scale: float | None = None,
              yarn_orig_ctx: int | None = None, plan: str | os.PathLike[str] | None = None,
@@ -103,7 +104,9 @@ class Model(LoadedModel):
         computes prompts: "exact" gives the same bits as every other processor, "fast" uses tensor cores, so the bits
         depend on the kind of GPU too, and takes batches of 64 rows or more; `None` is what the kind of GPU says, so far
         "fast". The CPU's are exact. mtp: whether to load a prediction layer, to draft tokens with; `None`: if the file
-        has one.
+        has one. spill_bytes: what the model's schedulers take if they are not told (see `Scheduler`). On the CPU a
+        mixture that is larger than RAM leaves room for their copies. ram_budget: bytes that it may take with them, if
+        it can do with so few; without it, what is free.
 
         rope_scaling ("none", "linear" or "yarn"), rope_scale, rope_freq_base, rope_freq_scale (1 / rope_scale) and
         yarn_orig_ctx stretch the model to contexts longer than the file's, as llama.cpp's options of these names do:
@@ -127,10 +130,10 @@ class Model(LoadedModel):
         given = checked_arguments({
             "path": path, "device": device, "vram": vram, "context": context, "kv_dtype": kv_dtype, "threads": threads,
             "batch": batch, "cpu_moe": cpu_moe, "sequences": sequences, "cache_tokens": cache_tokens,
-            "prompt": prompt, "mtp": mtp, "rope_scaling": rope_scaling, "rope_scale": rope_scale,
-            "rope_freq_base": rope_freq_base, "rope_freq_scale": rope_freq_scale,
-            "yarn_orig_ctx": yarn_orig_ctx, "plan": plan, "profile": profile, "warm": warm,
-            "expert_stats": expert_stats, "progress": progress, "notice": notice})
+            "prompt": prompt, "mtp": mtp, "ram_budget": ram_budget, "spill_bytes": spill_bytes,
+            "rope_scaling": rope_scaling, "rope_scale": rope_scale, "rope_freq_base": rope_freq_base,
+            "rope_freq_scale": rope_freq_scale, "yarn_orig_ctx": yarn_orig_ctx, "plan": plan, "profile": profile,
+            "warm": warm, "expert_stats": expert_stats, "progress": progress, "notice": notice})
         if plan is not None:
             refuse_beside_a_plan(given)
         rope = RopeScaling.asked(**{name: given[name] for name in ROPE_ARGUMENTS})
@@ -152,7 +155,7 @@ class Model(LoadedModel):
         seconds = time.perf_counter() - started
         _log.info("%s is loaded after %.3f s: %s (%s), %d threads", file.name, seconds, made.device, engine.device_name,
                   made.threads)
-        return cls(file, spec, engine, made, seconds, None if counts is None else target, notice, notes)
+        return cls(file, spec, engine, made, seconds, None if counts is None else target, notice, notes, spill_bytes)
 
     def __repr__(self) -> str:
         closed = ", closed" if self._engine is None else ""
@@ -228,7 +231,7 @@ class Model(LoadedModel):
         super().close()
 
     def scheduler(self, *, max_gap: float = 0.2, queue: int = 64, running: int | None = None,
-                  states_bytes: int = 1 << 30, spill_bytes: int = 1 << 30,
+                  states_bytes: int | None = None, spill_bytes: int | None = None,
                   cache_dir: str | os.PathLike[str] | None = None,
                   cache_dir_bytes: int = DEFAULT_CACHE_DIR_BYTES) -> Scheduler:
         """Serves many requests at once: see `Scheduler`. Close it before the model. Sessions and `submit` have one of

@@ -20,6 +20,8 @@ from sharpi.errors import InvalidRequestError
 from sharpi.files.identity import weights_identity
 from sharpi.generation import Token
 from sharpi.loading.loaded_model import LoadedModel
+from sharpi.machine.hardware import ram_bytes
+from sharpi.planning.copies import kept
 from sharpi.request import Asked, TextStream, asked
 from sharpi.settings import arguments
 from sharpi.settings.choices import DEFAULT_CACHE_DIR_BYTES
@@ -311,26 +313,29 @@ class Scheduler:
     """
 
     def __init__(self, model: LoadedModel, *, max_gap: float = 0.2, queue: int = 64,
-                 running: int | None = None, states_bytes: int = 1 << 30, spill_bytes: int = 1 << 30,
+                 running: int | None = None, states_bytes: int | None = None, spill_bytes: int | None = None,
                  cache_dir: str | os.PathLike[str] | None = None,
                  cache_dir_bytes: int = DEFAULT_CACHE_DIR_BYTES) -> None:
         """max_gap: the seconds that an answer should at most wait for prompts of others. queue: how many requests may
         wait; further ones are refused with `BusyError`. running: how many may hold memory at a time; `None`: as many as
         the model has room for. states_bytes: RAM for copies of the states of recurrent layers, from which prompts that
         begin alike continue. spill_bytes: RAM for what the KV cache had to give up of prompts, which comes back if a
-        prompt needs it.
+        prompt needs it; `None`: what the model was loaded for. Each is 1 GiB by default, or a sixteenth of a RAM that
+        is smaller than 16 GiB.
 
         cache_dir: a directory for what has no room in RAM, and for all of it when the scheduler is closed: later
         schedulers of the same model find it, in this process or another. cache_dir_bytes: what the directory may hold;
         what was used longest ago goes first. If it cannot be written any more, the log says so once, and requests are
         served without it. Raises `InvalidRequestError`."""
         self._model = model
+        states = None if states_bytes is None else arguments.whole("states_bytes", states_bytes)
+        spill = model.spill_bytes if spill_bytes is None else arguments.whole("spill_bytes", spill_bytes)
+        copies = kept(ram_bytes(), recurrent=True, states_bytes=states, spill_bytes=spill)
         folder = "" if cache_dir is None else os.path.abspath(arguments.path("cache_dir", cache_dir))
         self._core: _core.Scheduler | None = _core.Scheduler(
             model.engine, max_gap=arguments.number("max_gap", max_gap), queue=arguments.whole("queue", queue),
             running=0 if running is None else arguments.whole("running", running),
-            states_bytes=arguments.whole("states_bytes", states_bytes),
-            spill_bytes=arguments.whole("spill_bytes", spill_bytes), cache_dir=folder,
+            states_bytes=copies.states_bytes, spill_bytes=copies.spill_bytes, cache_dir=folder,
             cache_dir_bytes=arguments.whole("cache_dir_bytes", cache_dir_bytes),
             file=_identity(model) if folder else "", notice=_log.warning)
         self._watchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Watcher] = weakref.WeakKeyDictionary()

@@ -98,8 +98,9 @@ Answer::News Answer::takeOne(double seconds) {
                 return;
             }
             news.tokens.push_back(std::move(_news.tokens.front()));
-            news.spent.push_back(_news.spent.front());
             _news.tokens.erase(_news.tokens.begin());
+            if (!isCounted()) return;
+            news.spent.push_back(_news.spent.front());
             _news.spent.erase(_news.spent.begin());
         });
 }
@@ -130,9 +131,10 @@ void Answer::add(std::vector<Chosen> tokens, const Spent& spent) {
         std::lock_guard<std::mutex> lock(_mutex);
         const size_t wanted = _news.tokens.size() + tokens.size();
         if (_news.tokens.capacity() < wanted) _news.tokens.reserve(std::max(wanted, 2 * _news.tokens.capacity()));
-        if (_news.spent.capacity() < wanted) _news.spent.reserve(std::max(wanted, 2 * _news.spent.capacity()));
+        if (isCounted() && _news.spent.capacity() < wanted)
+            _news.spent.reserve(std::max(wanted, 2 * _news.spent.capacity()));
         std::move(tokens.begin(), tokens.end(), std::back_inserter(_news.tokens));
-        _news.spent.resize(wanted, spent);
+        if (isCounted()) _news.spent.resize(wanted, spent);
         _unread += static_cast<int64_t>(tokens.size());
     }
     announce();

@@ -54,7 +54,7 @@ public:
 
     struct News {
         std::vector<Chosen> tokens;
-        std::vector<Spent> spent;                        // on the answer until each of the tokens came
+        std::vector<Spent> spent;  // until each of the tokens came, on an answer whose reader counts
         std::optional<std::vector<Score>> promptScores;  // of a request with echo: of its prompt, before all tokens
         std::optional<Ending> ending;                    // after the tokens
     };
@@ -75,6 +75,8 @@ public:
     int64_t readTokens() const { return _readTokens; }
 
     // For the scheduler.
+    // Whether its reader counts: it takes one token at a time, and the answer waits for it.
+    bool isCounted() const { return _ahead != std::numeric_limits<int64_t>::max(); }
     // Whether as many tokens as may be are written ahead of the reader.
     bool isBehind() const { return _unread >= _ahead; }
     void setProgress(int64_t computedTokens, int64_t reusedTokens);

@@ -158,35 +158,37 @@ std::shared_ptr<Answer> Scheduler::submit(Request request, std::shared_ptr<Arriv
     return answer;
 }
 
-std::shared_ptr<Task> Scheduler::perform(std::function<bool()> piece) {
-    auto task = std::make_shared<Task>(std::move(piece));
+std::shared_ptr<Task> Scheduler::perform(std::function<bool()> piece, Task::Length length) {
+    auto task = std::make_shared<Task>(std::move(piece), length);
     std::lock_guard<std::mutex> lock(_bell->mutex);
     if (_isEnding) throw Error(ErrorKind::InvalidArgument, kClosed);
-    _tasks.push_back(task);
+    _submittedTasks.push_back(task);
     _bell->rung.notify_all();
     return task;
 }
 
 std::shared_ptr<Task> Scheduler::readTokens(std::shared_ptr<const Conversation> conversation,
                                             std::vector<int32_t>& tokens) {
-    return perform([this, conversation = std::move(conversation), &tokens] {
+    const auto read = [this, conversation = std::move(conversation), &tokens] {
         const Continuation* text = conversation->kept();
         for (const auto& entry : _entries)
             if (entry->request.conversation == conversation && entry->text) text = entry->text.get();
         tokens = conversation->tokens(text);
         return true;
-    });
+    };
+    return perform(read, Task::Length::Short);
 }
 
 std::shared_ptr<Task> Scheduler::forget(std::shared_ptr<Conversation> conversation) {
-    return perform([this, conversation = std::move(conversation)] {
+    const auto forgetIt = [this, conversation = std::move(conversation)] {
         for (const auto& entry : _entries)
             if (entry->request.conversation == conversation) finish(*entry, {Finish::Cancelled});
         removeFinished();
         _kept.remove(*conversation);
         noteShared();
         return true;
-    });
+    };
+    return perform(forgetIt, Task::Length::Short);
 }
 
 SchedulerCounts Scheduler::counts() const {
@@ -235,15 +237,15 @@ void Scheduler::work() {
     for (const auto& entry : _entries) finish(*entry, {Finish::Cancelled});
     _entries.clear();
     _kept.clear();
-    for (const auto& task : _tasks) task->end(closedError());  // nobody adds any more
-    _tasks.clear();
+    _tasks.endAll(closedError());  // nobody adds any more
     KvSharing(_engine->runner().lock().kv()).forget(_store);
 }
 
 void Scheduler::takeTurn() {
     endOverdue();
     noteReaders(_entries);
-    bool worked = doTask();
+    // For a task any number of requests may be paused.
+    bool worked = _tasks.doPieces([&](const std::exception& error) { return isOutOfMemory(error) && makeRoom(1); });
     const bool writes = countOf(_entries, State::Writing) > 0;
     if (!writes || !_pace.answersAreDue()) {
         const int64_t rows = _pace.pieceRows(writes);
@@ -258,11 +260,12 @@ void Scheduler::takeTurn() {
     if (!worked && waits) std::this_thread::sleep_for(kPatience);
 }
 
-// Takes what was submitted; waits for it if there is nothing else to do. Returns whether there is work.
+// Takes what was submitted; waits for it if there is nothing else to do. Returns whether there is work. Tasks are taken
+// with requests, so that one that was submitted after a request finds it.
 bool Scheduler::collect() {
     std::unique_lock<std::mutex> lock(_bell->mutex);
     const auto hasWork = [&] {
-        return _isEnding || !_submitted.empty() || !_tasks.empty() ||
+        return _isEnding || !_submitted.empty() || !_submittedTasks.empty() || !_tasks.isEmpty() ||
                std::any_of(_entries.begin(), _entries.end(), [](const auto& entry) { return needsALook(*entry); });
     };
     auto until = Clock::time_point::max();
@@ -275,6 +278,7 @@ bool Scheduler::collect() {
     else _bell->rung.wait_until(lock, until, hasWork);
     _entries.reserve(_entries.size() + _submitted.size());
     _kept.reserve(_submitted.size());
+    _tasks.take(_submittedTasks);
     for (auto& entry : _submitted) {
         if (const auto& conversation = entry->request.conversation) {
             conversation->setLatest(entry->answer->number());
@@ -294,36 +298,6 @@ void Scheduler::endOverdue() {
             finish(*entry, {Finish::TimeOut});
     }
     removeFinished();
-}
-
-// Does a piece of the first task, however many requests must be paused for it. Returns whether there is one.
-bool Scheduler::doTask() {
-    std::shared_ptr<Task> task;
-    {
-        std::lock_guard<std::mutex> lock(_bell->mutex);
-        if (_tasks.empty()) return false;
-        task = _tasks.front();
-    }
-    bool isOver = task->isCancelled();
-    std::exception_ptr failed;
-    while (!isOver) {
-        try {
-            isOver = task->doPiece();
-            break;
-        } catch (const std::exception& error) {
-            if (isOutOfMemory(error) && makeRoom(1)) continue;
-            failed = std::current_exception();
-            isOver = true;
-        }
-    }
-    _isTaskUnderWay = !isOver;
-    if (!isOver) return true;
-    {
-        std::lock_guard<std::mutex> lock(_bell->mutex);
-        _tasks.erase(_tasks.begin());
-    }
-    task->end(failed);
-    return true;
 }
 
 // Of the requests whose prompt is not computed: the one with the highest priority; of these, one whose client has the
@@ -363,7 +337,7 @@ Scheduler::Entry* Scheduler::nextToPrepare(const std::vector<Entry*>& taken, int
 // which holds most of its prompt becomes the request's, and others give way. promisedPages: that others will take.
 bool Scheduler::admit(Entry& entry, int64_t promisedPages) {
     const int64_t running = runningOf(_entries);
-    if (running >= _mostRunning || (_isTaskUnderWay && entry.figures.pauses > 0)) return false;
+    if (running >= _mostRunning || (_tasks.isUnderWay() && entry.figures.pauses > 0)) return false;
     const Request& request = entry.request;
     const auto& conversation = request.conversation;
     const bool echo = request.extras.echo;  // computes its whole prompt
@@ -485,7 +459,7 @@ void Scheduler::prepare(const std::vector<Entry*>& group, int64_t rows) {
         }
     } catch (const std::exception& error) {
         if (isOutOfMemory(error) && group.size() > 1) return prepare({group.front()}, rows);
-        if (isOutOfMemory(error) && (makeRoom() || _isTaskUnderWay)) return;
+        if (isOutOfMemory(error) && (makeRoom() || _tasks.isUnderWay())) return;
         for (Entry* entry : group) finish(*entry, failure(error));
     }
 }
@@ -506,7 +480,7 @@ bool Scheduler::write() {
     try {
         stepTogether(texts, std::max<int64_t>(kDraftRows / static_cast<int64_t>(texts.size()) - 1, 0));
     } catch (const std::exception& error) {
-        if (isOutOfMemory(error) && (makeRoom() || _isTaskUnderWay)) return true;
+        if (isOutOfMemory(error) && (makeRoom() || _tasks.isUnderWay())) return true;
         for (Entry* entry : writing) finish(*entry, failure(error));
         return true;
     }

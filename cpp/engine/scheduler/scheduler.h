@@ -59,8 +59,9 @@ public:
     // Any thread may call it. Throws Error(InvalidArgument) for a request that can never be served, and Error(Busy) if
     // the queue is full. arrivals: where the answer's news is announced, if anybody waits there.
     std::shared_ptr<Answer> submit(Request request, std::shared_ptr<Arrivals> arrivals = nullptr);
-    // Has work done between passes, one piece in each turn. For all of it other requests may be paused.
-    std::shared_ptr<Task> perform(std::function<bool()> piece);
+    // Has work done between passes. Long tasks follow each other, one piece in each turn; short ones wait for none. For
+    // all of it other requests may be paused.
+    std::shared_ptr<Task> perform(std::function<bool()> piece, Task::Length length = Task::Length::Long);
     // Finds out a conversation's tokens: those that were evaluated and read. `tokens` must live until the task is over.
     std::shared_ptr<Task> readTokens(std::shared_ptr<const Conversation> conversation, std::vector<int32_t>& tokens);
     // Cancels a conversation's request and forgets its text. It can begin anew.
@@ -78,7 +79,6 @@ private:
     void takeTurn();
     bool collect();
     void endOverdue();
-    bool doTask();
     Entry* nextToPrepare(const std::vector<Entry*>& taken, int64_t promisedPages);
     bool admit(Entry& entry, int64_t promisedPages);
     bool begin(Entry& entry);
@@ -100,7 +100,7 @@ private:
 
     const std::shared_ptr<Bell> _bell = std::make_shared<Bell>();  // its mutex guards the following
     RequestEntries _submitted;
-    std::vector<std::shared_ptr<Task>> _tasks;  // the first one is being done
+    Tasks _submittedTasks;
     SchedulerCounts _counts;
     int64_t _numbers = 0;
     bool _isEnding = false;
@@ -108,7 +108,7 @@ private:
     // The thread's own.
     RequestEntries _entries;  // in the order in which they came
     KeptTexts _kept;
-    bool _isTaskUnderWay = false;  // the first task's pieces so far may hold memory, which it gives back soon
+    TaskQueue _tasks;
     Pace _pace;
     std::mutex _closing;
     std::thread _thread;  // the last member: it uses all others

@@ -33,18 +33,18 @@ namespace decode {
 void launchBf16(Stream& stream, const Args& args, int64_t pages) { chooseKernel<KvType::BF16>(stream, args, pages); }
 
 // The most pages that hold keys that one row sees.
-static int64_t pagesSeen(const AttentionReach& reach, int64_t pagesPerTable) {
-    if (!reach.limited()) return pagesPerTable;
+static int64_t pagesSeen(const AttentionReach& reach, int64_t listPages) {
+    if (!reach.limited()) return listPages;
     const int64_t keys = reach.window > 0 ? reach.window : reach.chunk;
     const bool aligned = reach.window == 0 && reach.chunk % kPageTokens == 0;
-    return std::min(pagesPerTable, aligned ? keys / kPageTokens : (keys + kPageTokens - 2) / kPageTokens + 1);
+    return std::min(listPages, aligned ? keys / kPageTokens : (keys + kPageTokens - 2) / kPageTokens + 1);
 }
 
 static void launchRows(Stream& stream, Args args, void* scratch) {
     const int64_t heads = args.batch.rows * args.shape.heads;
     args.ring = decodeRing(heads);
     args.partials = partialsOver(scratch, heads * (args.ring.slots + 1));
-    const int64_t pages = pagesSeen(args.rule.reach, args.batch.pagesPerTable);
+    const int64_t pages = pagesSeen(args.rule.reach, args.batch.listPages);
     switch (args.pages.type) {
     case KvType::F32: return launchF32(stream, args, pages);
     case KvType::F16: return launchF16(stream, args, pages);

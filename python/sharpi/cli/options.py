@@ -281,6 +281,13 @@ def sequences_option(function: Callable[..., Any]) -> Callable[..., Any]:
                              "  [default: 4]")(function)
 
 
+def spill_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Only `--spill`."""
+    return click.option("--spill", metavar="SIZE",
+                        help="RAM for what the KV cache of a model had to give up, such as 4GiB; 0 keeps nothing."
+                             "  [default: 1GiB, or a 16th of a smaller RAM]")(function)
+
+
 def cache_tokens_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--cache-tokens`."""
     return click.option("--cache-tokens", type=click.IntRange(min=1), metavar="N",

@@ -42,11 +42,13 @@ class LoadedModel:
     """A file, its description and its plan, with the engine that runs it until the model is closed."""
 
     def __init__(self, file: GgufFile, spec: _core.Description, engine: _core.Engine, plan: Plan, load_seconds: float,
-                 expert_stats: str | None = None, notice: Notice | None = None, notes: Sequence[str] = ()) -> None:
+                 expert_stats: str | None = None, notice: Notice | None = None, notes: Sequence[str] = (),
+                 spill_bytes: int | None = None) -> None:
         self.file = file
         self.spec = spec
         self.plan = plan
         self.threads = plan.threads
+        self.spill_bytes = spill_bytes  # for schedulers that are not told
         self._load_seconds = load_seconds
         self._notes = tuple(notes)  # on what became of the plan, beside the engine's own
         self._last_meter = Meter(Timing())

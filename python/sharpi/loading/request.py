@@ -44,7 +44,7 @@ def _stats_or_path(name: str, value: Any) -> Any:
 
 # The arguments that plans are made of, and those of the scaling.
 _PLANNED = ("device", "vram", "context", "kv_dtype", "threads", "batch", "cpu_moe", "sequences", "cache_tokens",
-            "prompt")
+            "prompt", "ram_budget")
 ROPE_ARGUMENTS = ("rope_scaling", "rope_scale", "rope_freq_base", "rope_freq_scale", "yarn_orig_ctx")
 
 # How `Model.load`'s arguments are checked, and the bounds of numbers; the planner and `RopeScaling` check the others.
@@ -58,6 +58,7 @@ _LOAD_CHECKS: dict[str, tuple[Any, ...]] = {
     "threads": (arguments.whole, 1, 1024),
     "sequences": (arguments.whole, 1, 4096),
     "cache_tokens": (arguments.whole, 1, MOST_CACHE_TOKENS),
+    **dict.fromkeys(("ram_budget", "spill_bytes"), (arguments.whole, 0, 1 << 60)),
     "profile": (_profile_or_path,),
     "warm": (_stats_or_path,),
 }
@@ -103,7 +104,7 @@ def plan_of(file: GgufFile, spec: _core.Description, given: Mapping[str, Any],
         return made, spec if made.mtp and made.rope is None else read_spec(file, made.mtp, made.rope), None
     if given["mtp"] and not spec.prediction_layers:
         raise InvalidRequestError(f"{file.name} has no prediction layer to draft with: leave mtp out")
-    asked = {**{name: given[name] for name in _PLANNED}, **more}
+    asked = {**{name: given[name] for name in (*_PLANNED, "spill_bytes")}, **more}
     asked["threads"] = usable_threads(given["threads"], more["notice"])
     profile = given["profile"]
     known = profile if profile is None or isinstance(profile, HardwareProfile) else load_profile(profile)

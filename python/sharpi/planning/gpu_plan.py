@@ -6,24 +6,28 @@ to be less memory when it is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from sharpi.machine.hardware import Gpu
 from sharpi.machine.profile import HardwareProfile
+from sharpi.planning.disk import disk_rate, outside_vram, part_on_disk
 from sharpi.planning.placement import SLOTS, ExpertPool, Switches, TensorHome
 from sharpi.planning.plan import SAVED_STATISTICS, UNIFORM_ROUTING, Plan
 from sharpi.planning.prediction import (
     after_on_gpu,
     balanced,
     cached_experts,
+    decode_from_disk,
     decode_on_gpu,
     draft_cost_on_gpu,
     expert_rates,
     hit_rate,
+    prefill_from_disk,
     prefill_on_gpu,
+    read_outside_vram,
 )
 from sharpi.planning.prompt_modes import least_batch, prompt_tile
 from sharpi.planning.request import Request
@@ -106,7 +110,8 @@ class OnGpu:
         lines = self._request.lines("cuda", plan.context, plan.batch, homes, slots)
         return replace(plan, **{"expert_pools": (), "expert_slots": slots, "hit_rate": None, "hit_source": "",
                                 "prefill": None, "decode": None, "decode_full": None, "draft_cost": None,
-                                "available_bytes": self._available, "lines": tuple(lines), **details},
+                                "disk_bytes_per_second": None, "available_bytes": self._available,
+                                "lines": tuple(lines), **details},
                        fitting_context=largest(self._request.spec.context_length, self._fits_at))
 
     def _fitted(self, plan: Plan, room: int) -> tuple[tuple[TensorHome, ...], int]:
@@ -176,7 +181,19 @@ class OnGpu:
                         "decode_full": decode_on_gpu(uses, homes, profile, threads, cached, full),
                         "prefill": prefill_on_gpu(uses, homes, profile, batch, cached, request.prompt, known.beside),
                         "draft_cost": draft_cost_on_gpu(known, homes, profile, threads, cached)}
+            details |= self._from_disk(details, batch, read_outside_vram(uses, homes, cached))
         return details
+
+    def _from_disk(self, details: Mapping[str, Any], batch: int, read: float) -> dict[str, Any]:
+        """The speeds with the disk's part, if what is outside of VRAM is larger than RAM. read: bytes of it that a
+        token reads. A batch reads all of it."""
+        part = part_on_disk(self._request, details["placement"])
+        if not part:
+            return {}
+        rate, wanted = disk_rate(self._request), outside_vram(details["placement"])
+        return {"disk_bytes_per_second": rate, "draft_cost": None,
+                **{name: decode_from_disk(details[name], part * read, rate) for name in ("decode", "decode_full")},
+                "prefill": prefill_from_disk(details["prefill"], batch, part * wanted, rate)}
 
     def _pools(self, batch: int, homes: Sequence[TensorHome], slots: int) -> tuple[ExpertPool, ...]:
         if not any(home.home == SLOTS for home in homes):

@@ -190,6 +190,11 @@ class Plan:
         return self.available_bytes is None or self.total_bytes <= self.available_bytes
 
     @property
+    def reads_disk(self) -> bool:
+        """Whether tokens wait for weights that RAM has no room for, as far as the plan knows."""
+        return self.disk_bytes > 0 or self.disk_bytes_per_second is not None
+
+    @property
     def resident(self) -> bool:
         """Whether all weights have a place of their own in VRAM."""
         return all(home.home == VRAM for home in self.homes)

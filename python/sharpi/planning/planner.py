@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from sharpi.errors import InvalidRequestError, SharpiError
 from sharpi.files.gguf import GgufFile
 from sharpi.files.rope import RopeScaling
-from sharpi.machine.hardware import Gpu, gpu, ram_bytes
+from sharpi.machine.hardware import Gpu, gpu
 from sharpi.machine.profile import ASSUMED, HardwareProfile
 from sharpi.machine.profile_cache import current_profile, measuring_words
 from sharpi.planning.gpu_plan import DEFAULT_GPU_BATCH, VRAM_MARGIN, OnGpu, fitting_batch, largest
@@ -107,14 +107,16 @@ def choose_kv_dtype(kv_dtype: str | None) -> str:
 def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | int | None = None,
               context: int | None = None, kv_dtype: str | None = None, batch: int | None = None, threads: int = 1,
               cpu_moe: bool | None = None, sequences: int | None = None, cache_tokens: int | None = None,
-              prompt: str | None = None,
+              prompt: str | None = None, ram_budget: int | None = None, spill_bytes: int | None = None,
               ram: int | None = None, profile: HardwareProfile | None = None, warm: ExpertStats | None = None,
               shown: bool = False, rope: RopeScaling | None = None, notice: Notice | None = None) -> Plan:
     """The plan for running `file`; `ram` stands in for the machine's memory in bytes.
 
     "auto" is the GPU if there is one and the model fits into its free memory, or into the budget `vram`; if only a part
     of it fits, the GPU or the CPU, whichever is predicted to decode faster. cpu_moe: whether all experts are left to
-    the CPU even if they would fit; `None`: what SHARPI_CPU_MOE says. sequences, cache_tokens: see `Plan`. prompt:
+    the CPU even if they would fit; `None`: what SHARPI_CPU_MOE says. sequences, cache_tokens: see `Plan`. spill_bytes:
+    what the model's schedulers are given of this name. On the CPU a mixture that is larger than RAM leaves room for
+    their copies, and takes with them at most `ram_budget` bytes, unless it needs more than that. prompt:
     "exact" or "fast"; `None`: what the kind of GPU says. A batch that is too small for fast prompts is rounded up.
     profile: the machine's speeds; without it, they are measured if they are needed and not known. warm: how often each
     expert is used, to expect hits by; without it, all alike. shown: the plan is for a person to look at; it has
@@ -137,7 +139,7 @@ def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | i
         found = _profiled_gpu(profile) if shown and profile is not None else gpu()
     request = Request(file, spec, tokens, choose_kv_dtype(kv_dtype), batch, threads, budget, cpu_moe, ram, speeds,
                        warm, shown, sequences or DEFAULT_SEQUENCES, cache_tokens or 0, rope,
-                       choose_prompt(prompt, found))
+                       choose_prompt(prompt, found), ram_budget, spill_bytes)
     plan = _on_device(request, device, found)
     if notice is not None and plan.device == "cuda" and batch is not None and plan.batch > batch:
         notice(rounding_words(batch, plan.batch))
@@ -158,9 +160,7 @@ def _on_device(request: Request, device: str, found: Gpu | str | None) -> Plan:
 
 def _on_cpu(request: Request, why: str, found: Gpu | str | None) -> Plan:
     """The plan for the CPU."""
-    batch = min(request.batch or DEFAULT_BATCH["cpu"], request.context)
-    room = ram_bytes() if request.ram is None else request.ram
-    slots = RamSlots(request, batch, room)
+    batch, slots = _in_ram(request)
     fits = slots.fits
     shown: dict[str, Any] = {}
     if request.shown and fits(request.context, batch):
@@ -179,6 +179,12 @@ def _on_cpu(request: Request, why: str, found: Gpu | str | None) -> Plan:
                                                     lambda rows: fits(request.context, rows)),
                         fitting_context=largest(request.spec.context_length,
                                                 lambda context: fits(context, min(batch, context))))
+
+
+def _in_ram(request: Request) -> tuple[int, RamSlots]:
+    """The batch of a plan for the CPU, and its slots."""
+    batch = min(request.batch or DEFAULT_BATCH["cpu"], request.context)
+    return batch, RamSlots(request, batch)
 
 
 def _on_gpu(request: Request, why: str, found: Gpu | str) -> Plan:
@@ -211,10 +217,13 @@ def _faster(request: Request, found: Gpu) -> Plan:
         return replace(there, why="the model fits into its memory but for the embedding, which is read by rows")
     profile = request.speeds.of("cuda", found)
     known = request.inventory.on(profile)
-    here = decode_on_cpu(known.model_uses, profile, request.threads, known.beside)
     because = "the model does not fit into the VRAM whole"
     if request.experts_on_cpu:
         because = "the experts are left to the CPU"
+    batch, slots = _in_ram(request)
+    if not slots.fits(request.context, batch):
+        return replace(there, why=because + ", and not into RAM either, which the CPU needs")
+    here = slots.decode(decode_on_cpu(known.model_uses, profile, request.threads, known.beside), profile)
     said = because + ", and decode is predicted at {:.1f} tokens/s {}, {:.1f} {}"
     speeds = {"cuda": there.decode.tokens_per_second, "cpu": here.tokens_per_second}
     if speeds["cuda"] >= speeds["cpu"]:

@@ -75,8 +75,9 @@ if TYPE_CHECKING:
 
 __all__ = ["BOUNDS", "Cached", "Speed", "Traffic", "after_on_cpu", "after_on_gpu", "balanced", "cached_experts",
            "completed", "decode_from_disk", "decode_on_cpu", "decode_on_gpu", "decode_seconds", "draft_cost_on_cpu",
-           "draft_cost_on_gpu", "expert_rates", "hit_rate", "operations", "part_at_work", "prefill_from_disk",
-           "prefill_on_cpu", "prefill_on_gpu", "share_rows", "shares", "traffic"]
+           "draft_cost_on_gpu", "expert_rates", "hit_rate", "missed_bytes", "operations", "part_at_work",
+           "prefill_from_disk", "prefill_on_cpu", "prefill_on_gpu", "read_outside_vram", "share_rows", "shares",
+           "traffic"]
 
 # Seconds for a row of activations to go from the GPU to the CPU, or back, and to be noticed there.
 CROSSING_SECONDS = 15e-6
@@ -447,19 +448,30 @@ def prefill_on_cpu(uses: Sequence[Use], profile: HardwareProfile, rows: int, thr
     return Speed(rows * rate / max(1.0, operations(uses, rows)), "CPU arithmetic")
 
 
-def decode_from_disk(in_ram: Speed, cached: Mapping[int, Cached], disk_bytes_per_second: float) -> Speed:
-    """The speed of decode on the CPU if experts that are in no slot in RAM are read from the disk, `in_ram` being that
-    with all of them in RAM. A layer's products wait for the last of its experts, so little is hidden."""
-    computed = 1 / in_ram.tokens_per_second
-    read = sum(layer.used * layer.expert_bytes * (1 - layer.hit) for layer in cached.values()) / disk_bytes_per_second
+def missed_bytes(cached: Mapping[int, Cached]) -> float:
+    """Bytes of experts that a token chooses and that are in no slot."""
+    return sum(layer.used * layer.expert_bytes * (1 - layer.hit) for layer in cached.values())
+
+
+def read_outside_vram(uses: Sequence[Use], homes: Sequence[TensorHome], cached: Mapping[int, Cached]) -> float:
+    """Bytes of weights that a token reads from RAM under `homes`, whoever computes with them. cached: the layers with
+    slots."""
+    whole = sum(use.read_bytes for use in uses if use.role not in BY_ROW and homes[use.tensor].home != VRAM
+                and not (homes[use.tensor].home == SLOTS and use.layer in cached))
+    layers = {use.layer for use in uses if homes[use.tensor].home == SLOTS}
+    return whole + missed_bytes({layer: known for layer, known in cached.items() if layer in layers})
+
+
+def decode_from_disk(in_ram: Speed, read_bytes: float, disk_bytes_per_second: float) -> Speed:
+    """The speed of decode if `read_bytes` of what a token needs are read from the disk, `in_ram` being that with all of
+    it in RAM. Products wait for the last of what they need, so little is hidden."""
+    computed, read = 1 / in_ram.tokens_per_second, read_bytes / disk_bytes_per_second
     return Speed(1 / (computed + read), "disk" if read > computed else in_ram.bound)
 
 
-def prefill_from_disk(in_ram: Speed, rows: int, held: float, expert_bytes: float,
-                      disk_bytes_per_second: float) -> Speed:
-    """The same for a batch of `rows` tokens, which need all experts. The disk reads ahead while others are computed.
-    held: the part of the experts that is in slots."""
-    computed, read = rows / in_ram.tokens_per_second, expert_bytes * (1 - held) / disk_bytes_per_second
+def prefill_from_disk(in_ram: Speed, rows: int, read_bytes: float, disk_bytes_per_second: float) -> Speed:
+    """The same for a batch of `rows` tokens. The disk reads ahead while others are computed."""
+    computed, read = rows / in_ram.tokens_per_second, read_bytes / disk_bytes_per_second
     return Speed(rows / read, "disk") if read > computed else in_ram
 
 

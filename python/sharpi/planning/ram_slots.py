@@ -7,45 +7,46 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from sharpi.machine.disk import ASSUMED_BYTES_PER_SECOND, disk_bytes_per_second
-from sharpi.machine.hardware import free_ram_bytes
 from sharpi.machine.profile import HardwareProfile
+from sharpi.planning.disk import all_ram, copies_bytes, disk_rate, free_ram, left_for_weights
 from sharpi.planning.placement import ExpertPool, Placed, Use
 from sharpi.planning.plan import UNIFORM_ROUTING
 from sharpi.planning.prediction import (
     Cached,
+    Speed,
     cached_experts,
     decode_from_disk,
     hit_rate,
+    missed_bytes,
     prefill_from_disk,
 )
 from sharpi.planning.request import Request
 
 __all__ = ["RamSlots"]
 
-# What slots leave of the RAM: to the page cache, in which the other weights and long prompts' experts are, and to other
-# programs. No more than a part of a small RAM.
-_MARGIN, _MARGIN_PART = 1 << 30, 8
-
 
 class RamSlots:
-    """The slots of a plan for the CPU. `room`: the machine's RAM."""
+    """The slots of a plan for the CPU."""
 
-    def __init__(self, request: Request, batch: int, room: int) -> None:
+    def __init__(self, request: Request, batch: int) -> None:
         self._request, self._batch = request, batch
         self.expert_bytes = self._bytes_of(request.inventory.uses)
         self._weights = weights = sum(tensor.nbytes for tensor in request.file.tensors)
         self._others = weights - self.expert_bytes
-        # What a person plans for another machine, or a test sets, is all free.
-        free = room if request.ram is not None else min(room, free_ram_bytes())
-        taken = request.total("cpu", request.context, batch, ())
+        free = free_ram(request)
+        self._taken = taken = request.total("cpu", request.context, batch, ())
         self.bytes = 0
-        if self.expert_bytes and weights + taken > free:
-            self.bytes = max(0, free - min(_MARGIN, free // _MARGIN_PART) - self._others - taken)
-        if self.bytes and not any(pool.slots for pool in self.pools):
-            self.bytes = 0
         # What all must fit into.
-        self.room = free if self.bytes else room
+        self.room = all_ram(request)
+        if not self.expert_bytes or weights + taken <= free:
+            return
+        # Slots cannot be taken back when a scheduler's copies grow. A budget without room for slots counts for nothing.
+        copies = copies_bytes(request)
+        for budget in (free if request.ram_budget is None else request.ram_budget, free):
+            self.bytes = self._fitting(min(left_for_weights(request, free), budget - copies))
+            if self.bytes:
+                self.room = min(free, budget) - copies
+                return
 
     def fits(self, context: int, rows: int) -> bool:
         """Whether what must be in RAM is: everything, but for experts that slots are for."""
@@ -55,8 +56,7 @@ class RamSlots:
     @cached_property
     def pools(self) -> tuple[ExpertPool, ...]:
         """What the slots are."""
-        options = self._request.options("cpu", self._request.context, self._batch, (), self.bytes)
-        return tuple(ExpertPool(*pool) for pool in self._request.spec.expert_pools(options))
+        return self._pools_of(self.bytes)
 
     def details(self) -> dict[str, Any]:
         """What the plan says of them, apart from speeds."""
@@ -69,31 +69,42 @@ class RamSlots:
 
     def speeds(self, plain: Mapping[str, Any], profile: HardwareProfile) -> dict[str, Any]:
         """The speeds and the placement of a plan whose experts are all in RAM, `plain`, with the disk's part."""
-        request = self._request
-        # Predictions are without drafts.
-        cached = {layer: known for layer, known in
-                  cached_experts(request.inventory.on(profile).uses, self.pools).items()
-                  if layer < request.spec.layer_count}
-        rate = self._disk()
-        used = self._bytes_of(request.inventory.model_uses)
-        return {**plain, "disk_bytes_per_second": rate,
+        cached, used = self._cached(profile), self._bytes_of(self._request.inventory.model_uses)
+        held = sum(layer.held for layer in cached.values()) / max(1, len(cached))
+        return {**plain, "disk_bytes_per_second": self._rate,
                 "placement": tuple(self._placed(each) for each in plain["placement"]),
-                "decode": decode_from_disk(plain["decode"], cached, rate),
-                "decode_full": decode_from_disk(plain["decode_full"], cached, rate),
-                "prefill": prefill_from_disk(plain["prefill"], self._batch, self._held(cached), used, rate),
+                "decode": self.decode(plain["decode"], profile),
+                "decode_full": self.decode(plain["decode_full"], profile),
+                "prefill": prefill_from_disk(plain["prefill"], self._batch, used * (1 - held), self._rate),
                 "draft_cost": None}
+
+    def decode(self, plain: Speed, profile: HardwareProfile) -> Speed:
+        """The speed of decode, `plain` being that with all experts in RAM."""
+        return decode_from_disk(plain, missed_bytes(self._cached(profile)), self._rate) if self.bytes else plain
+
+    def _cached(self, profile: HardwareProfile) -> dict[int, Cached]:
+        """The layers with slots. Predictions are without drafts."""
+        found = cached_experts(self._request.inventory.on(profile).uses, self.pools)
+        return {layer: known for layer, known in found.items() if layer < self._request.spec.layer_count}
+
+    @cached_property
+    def _rate(self) -> float:
+        return disk_rate(self._request)
+
+    def _fitting(self, room: int) -> int:
+        """What slots may take of this RAM; 0 if there is none for a useful number."""
+        left = max(0, room - self._others - self._taken)
+        return left if left and any(pool.slots for pool in self._pools_of(left)) else 0
+
+    def _pools_of(self, count: int) -> tuple[ExpertPool, ...]:
+        """What slots of so many bytes are."""
+        options = self._request.options("cpu", self._request.context, self._batch, (), count)
+        return tuple(ExpertPool(*pool) for pool in self._request.spec.expert_pools(options))
 
     def _bytes_of(self, uses: Sequence[Use]) -> int:
         """What the experts take. A tensor may hold two of their matrices, and then has two uses."""
         return sum(self._request.file.tensors[tensor].nbytes
                    for tensor in {use.tensor for use in uses if use.role == "experts"})
-
-    def _held(self, cached: Mapping[int, Cached]) -> float:
-        return sum(layer.held for layer in cached.values()) / max(1, len(cached))
-
-    def _disk(self) -> float:
-        path = max(self._request.file.paths, key=lambda each: each.stat().st_size if each.exists() else 0, default=None)
-        return (disk_bytes_per_second(path) if path is not None else None) or ASSUMED_BYTES_PER_SECOND
 
     def _placed(self, placed: Placed) -> Placed:
         if placed.kind != "experts":

@@ -125,6 +125,9 @@ class Request:
     cache_tokens: int
     rope: RopeScaling | None
     prompt: str  # of a plan for the GPU
+    # Of a plan for the CPU; see `make_plan`.
+    ram_budget: int | None = None
+    spill_bytes: int | None = None
 
     @cached_property
     def inventory(self) -> Inventory:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sharpi.errors import InvalidRequestError
+from sharpi.planning.copies import Kept, kept
 from sharpi.planning.placement import BY_ROW, Beside, Inventory, TensorHome, Use
 from sharpi.planning.prediction import (
     Cached,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from sharpi.planning.plan import Plan
     from sharpi.planning.request import Spec
 
-__all__ = ["Forecast", "KEPT_BYTES", "Kept", "forecast", "kept", "room_for"]
+__all__ = ["Forecast", "forecast", "room_for"]
 
 # The KV cache has pages of this many tokens.
 PAGE_TOKENS = 64
@@ -56,24 +57,8 @@ ROWS, ROWS_COST = (1, 2, 4, 8, 16, 32, 64), (1.0, 1.25, 1.75, 2.5, 3.3, 5.5, 9.5
 # From this many rows on, rows are grouped by expert, and products of experts take this many times as long. Measured
 # with a mixture of 128 experts a layer on an H200.
 GROUPED_FROM, GROUPED_COST = 3, 2.6
-# RAM that a scheduler may take for copies of states, and as much for copies of pages.
-KEPT_BYTES = 1 << 30
 # The scheduler's pieces of prompts fill this part of the greatest gap.
 PIECE_PART = 0.7
-
-
-@dataclass(frozen=True)
-class Kept:
-    """RAM that a scheduler's copies take at most, in bytes: those of recurrent states, and those of pages that the KV
-    cache has to give up."""
-
-    states_bytes: int
-    spill_bytes: int
-
-
-def kept(plan: Plan, states_bytes: int = KEPT_BYTES, spill_bytes: int = KEPT_BYTES) -> Kept:
-    """For a scheduler that is given these limits. A model without recurrent layers keeps no copies of states."""
-    return Kept(states_bytes if plan.state_bytes else 0, spill_bytes)
 
 
 @dataclass(frozen=True)
@@ -97,12 +82,13 @@ class Forecast:
 
 
 def forecast(plan: Plan, file: GgufFile, spec: Spec, streams: int, tokens: int, *, max_gap: float = 0.2,
-             warm: ExpertStats | None = None, profile: HardwareProfile | None = None) -> Forecast | None:
-    """`None` if the plan does not fit or reads experts from the disk, or if nobody knows the machine.
+             warm: ExpertStats | None = None, profile: HardwareProfile | None = None,
+             spill_bytes: int | None = None) -> Forecast | None:
+    """`None` if the plan does not fit or reads weights from the disk, or if nobody knows the machine.
     profile: the machine's speeds, if the plan has
-    none."""
+    none. spill_bytes: the scheduler's, if it is given any."""
     known = plan.profile or profile
-    if known is None or not plan.fits or plan.disk_bytes or (plan.device == "cuda" and known.gpu is None):
+    if known is None or not plan.fits or plan.reads_disk or (plan.device == "cuda" and known.gpu is None):
         return None
     inventory = Inventory.of(file, spec, mtp=plan.mtp).on(known)
     held, prompt = tokens - max(1, tokens // 4), max(1, tokens // 2)
@@ -119,9 +105,10 @@ def forecast(plan: Plan, file: GgufFile, spec: Spec, streams: int, tokens: int, 
     one = prompt / prefill.tokens_per_second
     streamed = plan.device == "cuda" and inventory.streamed(_homes(plan, inventory))
     last = streams * one
+    copies = kept(known.ram_bytes, recurrent=plan.state_bytes > 0, spill_bytes=spill_bytes)
     return Forecast(streams, tokens, Speed(streams / step, bound), step,
                     one * (2.0 if streamed else 1 + step / (PIECE_PART * max_gap)) + step, last,
-                    streams * (tokens - prompt) / (last + (tokens - prompt) * step), kept(plan))
+                    streams * (tokens - prompt) / (last + (tokens - prompt) * step), copies)
 
 
 def room_for(streams: int, tokens: int, context: int | None, sequences: int | None,

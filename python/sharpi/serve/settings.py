@@ -49,7 +49,8 @@ class ServerSettings:
     step ends for so long while answers are being written, /health says so. keep_alive_seconds: how long a connection
     without requests stays open.
 
-    spill: memory for what the KV cache of a model had to give up of prompts, in bytes or text such as "4GiB".
+    spill: memory for what the KV cache of a model had to give up of prompts, in bytes or text such as "4GiB"; without
+    it, what `Scheduler` takes.
     cache_dir: a directory where that goes when it has no room in memory, and when the server ends, for all models;
     cache_dir_size: what it may hold.
 
@@ -74,7 +75,7 @@ class ServerSettings:
     drain_seconds: float = 30.0
     stall_seconds: float = 60.0
     keep_alive_seconds: float = 75.0
-    spill: int | str = 1 << 30
+    spill: int | str | None = None
     cache_dir: str | None = None
     cache_dir_size: int | str = DEFAULT_CACHE_DIR_BYTES
     log_prompts: bool = False
@@ -96,7 +97,8 @@ class ServerSettings:
             if value is not None or field.default is not None:
                 object.__setattr__(self, field.name, _CHECKS[field.name](field.name, value))
         object.__setattr__(self, "memory", None if self.memory is None else _amount("memory", self.memory))
-        object.__setattr__(self, "spill", 0 if self.spill in (0, "0") else _amount("spill", self.spill))
+        if self.spill is not None:
+            object.__setattr__(self, "spill", 0 if self.spill in (0, "0") else _amount("spill", self.spill))
         object.__setattr__(self, "cache_dir_size", _amount("cache_dir_size", self.cache_dir_size))
         parse_vram(self.vram)
 
@@ -109,6 +111,11 @@ class ServerSettings:
     def memory_bytes(self) -> int | None:
         """`memory` as bytes."""
         return self.memory if isinstance(self.memory, int) else None
+
+    @property
+    def spill_bytes(self) -> int | None:
+        """`spill` as bytes."""
+        return self.spill if isinstance(self.spill, int) else None
 
     def require_safe(self) -> None:
         """Raises `InvalidRequestError` if other machines could use the server without a key."""
@@ -132,12 +139,13 @@ class ServerSettings:
         """Keyword arguments for `Model.load`."""
         given = {name: getattr(self, name) for name in _FOR_LOADING}
         # Each answer takes one state, and one more serves to go back in a conversation.
-        return {**given, "sequences": self.parallel + 1}
+        return {**given, "sequences": self.parallel + 1, "ram_budget": self.memory_bytes,
+                "spill_bytes": self.spill_bytes}
 
     def scheduler_arguments(self) -> dict[str, Any]:
         """Keyword arguments for `Scheduler`."""
-        return {"max_gap": self.max_gap, "queue": self.max_queue, "running": self.parallel, "spill_bytes": self.spill,
-                "cache_dir": self.cache_dir, "cache_dir_bytes": self.cache_dir_size}
+        return {"max_gap": self.max_gap, "queue": self.max_queue, "running": self.parallel,
+                "spill_bytes": self.spill_bytes, "cache_dir": self.cache_dir, "cache_dir_bytes": self.cache_dir_size}
 
     def changed(self, given: Mapping[str, Any]) -> ServerSettings:
         """These settings with others in place of some. Raises `InvalidRequestError`."""

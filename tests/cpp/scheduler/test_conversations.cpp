@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
+#include <functional>
 #include <memory>
 #include <random>
 #include <thread>
@@ -11,6 +13,7 @@
 #include "answers.h"
 #include "engine/scheduler/scheduler.h"
 #include "engine/session.h"
+#include "scored_text.h"
 #include "seed.h"
 #include "two_arithmetics.h"
 
@@ -143,6 +146,30 @@ TEST(Conversations, ALaterRequestEndsTheOneBeforeIt) {
     EXPECT_EQ(tokensOf(scheduler, conversation).size(), 70U + 299U);
 }
 
+TEST(Conversations, OnlyAReaderWhoCountsIsToldWhatEachTokenTook) {
+    const Model model = modelOf(gpuVariants()[0], 512);
+    Scheduler scheduler(engineOf(model, engineOptions(512, 64, 4)), longQueue());
+    for (const bool counts : {false, true}) {
+        Request request = requestOf(randomTokens(70, model.options().vocab, 1), 20);
+        if (counts) request.ahead = 2;
+        const auto answer = scheduler.submit(request);
+        size_t tokens = 0;
+        double seconds = 0;
+        for (Answer::News news; !news.ending;) {
+            news = counts ? answer->takeOne(kForever) : answer->take(kForever);
+            tokens += news.tokens.size();
+            ASSERT_EQ(news.spent.size(), counts ? news.tokens.size() : 0);
+            for (const Spent& spent : news.spent) {
+                EXPECT_GT(spent.promptSeconds, 0);
+                EXPECT_GE(spent.stepSeconds, seconds);
+                seconds = spent.stepSeconds;
+            }
+        }
+        EXPECT_EQ(tokens, 20U);
+        EXPECT_EQ(seconds > 0, counts);
+    }
+}
+
 TEST(Conversations, ATaskFindsRoomAndIsDoneInPieces) {
     const Model model = modelOf(gpuVariants()[0], 512);
     const auto engine = engineOf(model, engineOptions(512, 64, 4));
@@ -175,6 +202,83 @@ TEST(Conversations, ATaskFindsRoomAndIsDoneInPieces) {
     scheduler.close();
     EXPECT_THROW(scheduler.perform([] { return true; }), Error);
     EXPECT_THROW(scheduler.submit(requestOf({1}, 1)), Error);
+}
+
+TEST(Conversations, OnlyLongTasksWaitForALongOne) {
+    const Model model = modelOf(gpuVariants()[0], 512);
+    Scheduler scheduler(engineOf(model, engineOptions(512, 64, 4)), longQueue());
+    const auto conversation = std::make_shared<Conversation>("");
+    Request request = requestOf(randomTokens(70, model.options().vocab, 1), 3);
+    request.conversation = conversation;
+    wait(*scheduler.submit(request));
+
+    std::atomic<bool> mayEnd{false};
+    std::atomic<int> pieces{0}, others{0};
+    const auto first = scheduler.perform([&] { return ++pieces > 2 && mayEnd; });
+    const auto second = scheduler.perform([&] { return ++others > 0; });
+    const auto third = scheduler.perform([&] { return ++others > 0; });
+    EXPECT_EQ(tokensOf(scheduler, conversation).size(), 70U + 2U);
+    EXPECT_TRUE(scheduler.forget(conversation)->wait(kForever));
+    EXPECT_TRUE(tokensOf(scheduler, conversation).empty());
+    second->cancel();
+    EXPECT_TRUE(second->wait(kForever));
+    EXPECT_FALSE(first->wait(0));
+    EXPECT_EQ(others, 0) << "a long task began while another was under way";
+
+    mayEnd = true;
+    EXPECT_TRUE(first->wait(kForever));
+    EXPECT_TRUE(third->wait(kForever));
+    EXPECT_EQ(others, 1);
+    EXPECT_GT(pieces, 2);
+}
+
+TEST(Conversations, ATaskThatIsCancelledMakesWayForTheNext) {
+    const Model model = modelOf(gpuVariants()[0], 512);
+    Scheduler scheduler(engineOf(model, engineOptions(512, 64, 4)), longQueue());
+    std::atomic<int> pieces{0};
+    const auto endless = scheduler.perform([&] {
+        ++pieces;
+        return false;
+    });
+    const auto next = scheduler.perform([] { return true; });
+    while (pieces == 0) std::this_thread::yield();
+    EXPECT_FALSE(next->wait(0.01));
+    endless->cancel();
+    EXPECT_TRUE(endless->wait(kForever));
+    EXPECT_TRUE(next->wait(kForever));
+    const int done = pieces;
+    EXPECT_TRUE(scheduler.perform([] { return true; })->wait(kForever));
+    EXPECT_EQ(pieces, done);
+}
+
+// A request's end lets go of its constraint after the thread has taken what was submitted, and before it does tasks:
+// what is submitted just then comes in the order that it was submitted in.
+TEST(Conversations, ATaskDoesNotOvertakeARequest) {
+    struct Farewell : Thirds {
+        Farewell(int64_t vocab, std::function<void()> said) : Thirds(vocab, 1000, 0), say(std::move(said)) {}
+        ~Farewell() override { say(); }
+        std::function<void()> say;
+    };
+    const Model model = modelOf(gpuVariants()[0], 512);
+    Scheduler scheduler(engineOf(model, engineOptions(512, 64, 4)), longQueue());
+    const int64_t vocab = model.options().vocab;
+    Request last = requestOf(randomTokens(70, vocab, 1), 300);
+    last.conversation = std::make_shared<Conversation>("");
+    std::shared_ptr<Answer> answer;
+    std::shared_ptr<Task> forgotten;
+    std::atomic<bool> isSubmitted{false};
+    Request constrained = requestOf(randomTokens(70, vocab, 2), 400);
+    constrained.extras.constraint = std::make_shared<Farewell>(vocab, [&] {
+        answer = scheduler.submit(last);
+        forgotten = scheduler.forget(last.conversation);
+        isSubmitted = true;
+    });
+    const auto cancelled = scheduler.submit(std::move(constrained));
+    cancelled->cancel();
+    EXPECT_EQ(wait(*cancelled).ending.finish, Finish::Cancelled);
+    while (!isSubmitted) std::this_thread::yield();
+    EXPECT_TRUE(forgotten->wait(kForever));
+    EXPECT_EQ(wait(*answer).ending.finish, Finish::Cancelled);
 }
 
 }  // namespace

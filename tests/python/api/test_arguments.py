@@ -25,6 +25,7 @@ NO_IDS: list[Any] = [None, 7, [-1], [1.5], ["a"], [[1]], [True], [2**31], {1: 2}
 LOAD: dict[str, list[Any]] = {
     "path": NO_PATH, "device": [None, 1, "tpu", ["cpu"]], "vram": [1.5, True, [1], object(), "much"],
     **dict.fromkeys(("context", "threads", "batch", "sequences", "cache_tokens"), NO_WHOLE),
+    **dict.fromkeys(("ram_budget", "spill_bytes"), [*NO_WHOLE, -1]),
     "kv_dtype": [3, "int3", ["bf16"], b"bf16"], "prompt": [3, "quick", "", ["exact"], b"exact", True],
     **dict.fromkeys(("cpu_moe", "mtp"), NO_FLAG),
     "plan": NO_PATH, "profile": NO_PATH, "warm": NO_PATH, "expert_stats": NO_PATH,

@@ -8,11 +8,11 @@ test makes many attempts, and one success is enough.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from standing import standing
 
 from sharpi import Model
 
@@ -37,43 +37,18 @@ def counting() -> Iterator[list[int]]:
         thread.join()
 
 
-@contextmanager
-def stepping(model: Model) -> Iterator[None]:
-    """Another thread has the model at work nearly all the time, in long passes."""
-    done, begun = threading.Event(), threading.Event()
-
-    def run() -> None:
-        while not done.is_set():
-            begun.set()
-            model.logits(list(range(1000)))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    begun.wait()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
 def test_a_session_that_is_collected_waits_for_no_pass() -> None:
     with Model.load(context=1024, threads=1, device="cpu") as model:
-        started = time.perf_counter()
-        model.logits(list(range(1000)))
-        one_pass = time.perf_counter() - started
         sessions = [model.session() for _ in range(20)]
         for session in sessions:
             list(session.generate([1, 2, 3], max_tokens=2))
         del session
-        waited = 0.0
-        with stepping(model):
-            while sessions:
-                time.sleep(one_pass / 10)
-                started = time.perf_counter()
-                del sessions[-1]
-                waited += time.perf_counter() - started
-        assert waited < one_pass, "20 waits for passes of two pieces would take many"
+        with standing() as stop:
+            answer = model.submit([1, 2, 3], max_tokens=2, constraint=stop)
+            stop.reached.wait()
+            sessions.clear()
+        list(answer)
+        assert not stop.is_late, "the pass went on before the sessions had gone"
 
 
 def test_others_go_on_while_an_engine_is_collected() -> None:

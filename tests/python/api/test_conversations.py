@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from standing import standing
 from tiny_models import HYBRIDS, MODELS, write
 
 from sharpi import Generation, Model
@@ -337,8 +338,10 @@ def test_a_model_may_be_closed_while_a_session_generates(model: Model) -> None:
     session = closed.session()
     running = session.generate(prompt_of(model, 60), max_tokens=30, **ENDLESS)
     first = ids(running, 2)
-    submitted = closed.submit(prompt_of(model, 61), **ENDLESS)
-    closed.close()
+    with standing() as stop:
+        submitted = closed.submit(prompt_of(model, 61), constraint=stop, **ENDLESS)
+        stop.reached.wait()
+        closed.close()
     assert first + ids(running) == ids(model.generate(prompt_of(model, 60), max_tokens=30, **ENDLESS))
     list(submitted)
-    assert submitted.finish_reason == "cancelled"
+    assert submitted.finish_reason == "cancelled" and not stop.is_late

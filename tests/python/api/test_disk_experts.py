@@ -22,6 +22,9 @@ from sharpi.machine.profile import ASSUMED
 from sharpi.planning.expert_stats import ExpertStats
 from sharpi.planning.plan import Plan
 from sharpi.planning.planner import make_plan
+from sharpi.serve.models.catalog import ModelFile
+from sharpi.serve.models.loading import ModelLoader
+from sharpi.serve.settings import ServerSettings
 
 MIB = 1 << 20
 SIZES: dict[str, Any] = {"width": 256, "heads": 4, "head_dim": 64, "hidden": 256, "layers": 3, "experts": 24,
@@ -47,9 +50,13 @@ def needed(path: Path) -> int:
     return planned(path, 1 << 40).total_bytes
 
 
+def is_recurrent(path: Path) -> bool:
+    return describe(path)[1].state_bytes > 0
+
+
 def loaded(path: Path, folder: Path, ram: int) -> Model:
-    """The model as a machine with so little RAM would load it."""
-    plan = planned(path, ram)
+    """The model as a machine with so little RAM would load it, without copies of pages."""
+    plan = planned(path, ram, spill_bytes=0)
     saved = folder / f"{ram}.json"
     saved.write_text(json.dumps(plan.to_dict()), encoding="utf-8")
     return Model.load(path, plan=saved)
@@ -71,8 +78,9 @@ def test_no_answer_depends_on_the_slots(model: Path, tmp_path: Path) -> None:
     whole = needed(model)
     for share in (0.1, 0.4, 0.7):
         experts = planned(model, whole * 7 // 8).disk_bytes
-        ram = round((whole - experts * (1 - share)) * 8 / 7)  # the margin takes an eighth
-        plan = planned(model, ram)
+        # The margin takes an eighth, and copies of states a sixteenth.
+        ram = round((whole - experts * (1 - share)) / (1 - 1 / 8 - is_recurrent(model) / 16))
+        plan = planned(model, ram, spill_bytes=0)
         slots = sum(pool.slots for pool in plan.expert_pools)
         assert 0 < slots < sum(pool.experts for pool in plan.expert_pools), share
         assert plan.fits and plan.total_bytes <= ram
@@ -113,6 +121,64 @@ def test_a_model_whose_other_weights_do_not_fit_says_so(model: Path) -> None:
     whole = needed(model)
     least = whole - planned(model, whole - 1).disk_bytes
     assert not planned(model, least - 4096).fits and not planned(model, least - 4096).expert_slots
+
+
+def test_slots_leave_room_for_a_schedulers_copies(model: Path) -> None:
+    whole = needed(model)
+    ram, others = whole * 9 // 10, whole - planned(model, whole - 1).disk_bytes
+    states = ram // 16 if is_recurrent(model) else 0
+    plain = planned(model, ram, spill_bytes=0)
+    assert plain.available_bytes == ram - states and plain.expert_slots == ram - ram // 8 - states - others
+    for spill_bytes, takes in ((None, ram // 16), (ram // 10, ram // 10)):
+        plan = planned(model, ram, spill_bytes=spill_bytes)
+        assert plan.fits and plan.available_bytes == ram - states - takes
+        assert plan.expert_slots == plain.expert_slots - takes
+    assert not planned(model, ram, spill_bytes=plain.expert_slots).expert_slots
+    assert not planned(model, whole, spill_bytes=whole).expert_slots, "what all fits into has no need of slots"
+
+
+def test_a_budget_bounds_slots_and_copies(model: Path) -> None:
+    whole = needed(model)
+    ram, spill_bytes = whole - 1, MIB // 2
+    states = ram // 16 if is_recurrent(model) else 0
+    free = planned(model, ram, spill_bytes=spill_bytes)
+    budget = free.total_bytes + states + spill_bytes - MIB
+    plan = planned(model, ram, spill_bytes=spill_bytes, ram_budget=budget)
+    assert 0 < plan.expert_slots < free.expert_slots and plan.total_bytes + states + spill_bytes <= budget
+    assert plan.available_bytes == budget - states - spill_bytes
+    for most in (MIB, ram):
+        assert planned(model, ram, spill_bytes=spill_bytes, ram_budget=most) == free
+    assert planned(model, whole, ram_budget=budget).expert_slots == 0
+
+
+def test_a_server_takes_what_a_plan_says_and_no_more_than_there_is(model: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    ram = needed(model) * 9 // 10
+    for where in ("planning.disk.ram_bytes", "planning.disk.free_ram_bytes",
+                  "scheduler.ram_bytes", "serve.models.loading.ram_bytes"):
+        monkeypatch.setattr(f"sharpi.{where}", lambda: ram)
+    monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda *_: ASSUMED)
+    file, sizes = ModelFile("m", model), []
+    for spill in (None, "0", "1MiB"):
+        settings = ServerSettings(device="cpu", threads=2, context=128, parallel=3, spill=spill)
+        loader = ModelLoader(settings, lambda *_: None)  # type: ignore[arg-type, return-value]
+        opened = loader.open(file)
+        try:
+            plan = opened.model.plan
+            assert plan.expert_slots and plan.total_bytes < opened.bytes + (spill == "0") <= ram
+            assert loader.needs(file) == opened.bytes
+            said = cli_runner().invoke(main, ["plan", str(model), "-c", "128", "--device", "cpu", "--sequences", "4",
+                                              "--json", *(["--spill", spill] if spill else [])],
+                                       catch_exceptions=False).stdout
+            assert json.loads(said)["expert_slots"] == plan.expert_slots
+            sizes.append(plan.expert_slots)
+        finally:
+            opened.close()
+    assert len(set(sizes)) == 3
+    settings = ServerSettings(device="cpu", threads=2, context=128, spill="0", memory=ram - MIB)
+    opened = ModelLoader(settings, lambda *_: None).open(file)  # type: ignore[arg-type, return-value]
+    opened.close()
+    assert opened.model.plan.expert_slots and opened.bytes <= ram - MIB
 
 
 # --- failures --------------------------------------------------------------------------------------------------------
@@ -170,7 +236,7 @@ def _append(path: Path, content: bytes) -> None:
 
 def test_the_disk_bounds_the_speed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
-    monkeypatch.setattr("sharpi.planning.ram_slots.disk_bytes_per_second", lambda path: asked.append(path) or 1e6)
+    monkeypatch.setattr("sharpi.planning.disk.disk_bytes_per_second", lambda path: asked.append(path) or 1e6)
     whole = needed(model)
     inside, outside = (planned(model, ram, shown=True) for ram in (1 << 40, whole * 4 // 5))
     assert inside.decode and outside.decode and inside.prefill and outside.prefill and asked == [model]
@@ -187,7 +253,7 @@ def test_the_disk_bounds_the_speed(model: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_command_shows_what_is_on_the_disk(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sharpi.planning.planner.ram_bytes", lambda: needed(model) * 4 // 5)
+    monkeypatch.setattr("sharpi.planning.disk.ram_bytes", lambda: needed(model) * 4 // 5)
     monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda *_: ASSUMED)
     said = " ".join(cli_runner().invoke(main, ["plan", str(model), "-c", "128", "--device", "cpu"],
                                         catch_exceptions=False).stdout.split())

@@ -437,7 +437,7 @@ def fake_described(monkeypatch: pytest.MonkeyPatch) -> None:
 ])
 def test_the_command_says_whether_it_fits(fake_described: None, monkeypatch: pytest.MonkeyPatch, ram: int,
                                           words: str) -> None:
-    monkeypatch.setattr("sharpi.planning.planner.ram_bytes", lambda: ram)
+    monkeypatch.setattr("sharpi.planning.disk.ram_bytes", lambda: ram)
     options = ("-m", "some.gguf", "--kv-dtype", "bf16", "--device", "cpu")
     result = plan_command("-c", "8000", *options)
     assert result.exit_code == (0 if "fits" in words else 1)

@@ -56,7 +56,7 @@ def planned(row: dict[str, Any], described: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SHARPI_CUDA_ROW_SPLIT", str(int(row.get("cpu_rows", True))))
     vram = row["vram_gib"] * GIB if "vram_gib" in row else None
     return make_plan(file, spec, device="cuda", vram=vram, context=row.get("depth", 2304), threads=16,
-                     cpu_moe=row.get("cpu_moe"), prompt=row.get("prompt"), shown=True)
+                     cpu_moe=row.get("cpu_moe"), prompt=row.get("prompt"), shown=True, ram=125 * GIB)
 
 
 def predicted(row: dict[str, Any], plan: Plan) -> Iterator[tuple[str, float]]:

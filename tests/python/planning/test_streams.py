@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +17,10 @@ from sharpi.cli import main
 from sharpi.errors import InvalidRequestError
 from sharpi.machine.hardware import Gpu
 from sharpi.model import describe
+from sharpi.planning.copies import KEPT_BYTES, Kept, kept
 from sharpi.planning.plan import Plan
 from sharpi.planning.planner import make_plan
-from sharpi.planning.streams import KEPT_BYTES, Forecast, Kept, forecast, kept, room_for
+from sharpi.planning.streams import Forecast, forecast, room_for
 from sharpi.scheduler import Scheduler
 
 GIB = 1 << 30
@@ -133,13 +134,23 @@ def test_the_command_refuses_what_means_nothing() -> None:
     assert refused.exit_code != 0 and "do not fit into a context of 512" in refused.output
 
 
-def test_a_plan_knows_what_the_schedulers_copies_take(described: Any) -> None:
-    limits = inspect.signature(Scheduler.__init__).parameters
-    assert limits["spill_bytes"].default == limits["states_bytes"].default == KEPT_BYTES
+def test_a_plan_knows_what_the_schedulers_copies_take(described: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(described, device="cpu")
-    assert kept(plan) == expected(described, plan, 8).kept == Kept(0, KEPT_BYTES), "it has no recurrent layers"
-    assert kept(plan, 7, 5) == Kept(0, 5)
+    assert expected(described, plan, 8).kept == Kept(0, KEPT_BYTES), "it has no recurrent layers"
     recurrent = replace(plan, lines=(*plan.lines, ("recurrent state", 1000)))
-    assert kept(recurrent, 7, 5) == Kept(7, 5)
-    windows = replace(plan, kv_bytes=plan.kv_bytes - 1)
-    assert kept(windows, 7, 5) == Kept(0, 5), "its pages are shared and copied too"
+    assert expected(described, recurrent, 8).kept == Kept(KEPT_BYTES, KEPT_BYTES)
+    assert forecast(plan, *described, 8, 512, spill_bytes=5).kept == Kept(0, 5)
+    assert kept(256 * GIB, recurrent=True, states_bytes=7, spill_bytes=0) == Kept(7, 0)
+    assert kept(256 * GIB, recurrent=False, states_bytes=7, spill_bytes=5) == Kept(0, 5)
+    assert kept(8 * GIB, recurrent=True) == Kept(GIB // 2, GIB // 2)
+
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr("sharpi.scheduler._core.Scheduler",
+                        lambda engine, **limits: given.append(limits) or SimpleNamespace(close=lambda: None))
+    for ram, loaded_for, options in ((256 * GIB, None, {}), (8 * GIB, None, {}), (8 * GIB, 5, {}),
+                                     (8 * GIB, 5, {"spill_bytes": 0, "states_bytes": 7})):
+        monkeypatch.setattr("sharpi.scheduler.ram_bytes", lambda ram=ram: ram)
+        model = SimpleNamespace(engine=None, spill_bytes=loaded_for)
+        Scheduler(model, **options)  # type: ignore[arg-type]
+    assert [(limits["states_bytes"], limits["spill_bytes"]) for limits in given] == [
+        (GIB, GIB), (GIB // 2, GIB // 2), (GIB // 2, 5), (7, 0)]

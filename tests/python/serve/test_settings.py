@@ -79,7 +79,7 @@ def test_the_cache_of_prompts_is_set(tmp_path: Path) -> None:
     assert given["cache_dir"] == str(tmp_path / "cache")
     assert (given["cache_dir_bytes"], given["spill_bytes"]) == (2 << 30, 0)
     plain = ServerSettings().scheduler_arguments()
-    assert (plain["cache_dir"], plain["cache_dir_bytes"], plain["spill_bytes"]) == (None, 16 << 30, 1 << 30)
+    assert (plain["cache_dir"], plain["cache_dir_bytes"], plain["spill_bytes"]) == (None, 16 << 30, None)
 
 
 @pytest.mark.parametrize(("text", "said"), [

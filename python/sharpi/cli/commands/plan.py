@@ -27,6 +27,7 @@ from sharpi.cli.options import (
     prompt_option,
     rope_options,
     sequences_option,
+    spill_option,
     threads_option,
     vram_option,
 )
@@ -37,9 +38,10 @@ from sharpi.words import plural, seconds, size, speed
 
 if TYPE_CHECKING:
     from sharpi.machine.profile import HardwareProfile
+    from sharpi.planning.copies import Kept
     from sharpi.planning.placement import Placed
     from sharpi.planning.plan import Plan
-    from sharpi.planning.streams import Forecast, Kept
+    from sharpi.planning.streams import Forecast
 
 _Row = tuple[str, int, str]
 
@@ -72,7 +74,8 @@ _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in
          click.option("--streams", type=click.IntRange(min=1, max=4096), metavar="N",
                       help="Plan for N requests at once: room for all their tokens, and how fast they are served."),
          click.option("--tokens", type=click.IntRange(min=2), metavar="N",
-                      help="Tokens of each request: half prompt, half answer.  [default: 1024]"))
+                      help="Tokens of each request: half prompt, half answer.  [default: 1024]"),
+         spill_option)
 @section("Output",
          click.option("-v", "--verbose", is_flag=True, help="Show each layer."),
          log_file_option,
@@ -81,7 +84,8 @@ _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in
 def plan_command(name: str | None, model: str | None, context: int | None, threads: int | None, batch: int | None,
                  device: str, vram: str | None, kv_dtype: str | None, cpu_moe: bool, sequences: int | None,
                  cache_tokens: int | None, prompt: str | None, no_mtp: bool, rope: RopeOptions, profile: str | None,
-                 warm: str | None, streams: int | None, tokens: int | None, verbose: bool, as_json: bool) -> None:
+                 warm: str | None, streams: int | None, tokens: int | None, spill: str | None, verbose: bool,
+                 as_json: bool) -> None:
     """Show the memory that a model takes, where its weights go, and its speed.
 
     MODEL is a file or a name such as user/repo:Q4_K_M, the same as -m; of a model that is not downloaded yet, only the
@@ -99,7 +103,9 @@ def plan_command(name: str | None, model: str | None, context: int | None, threa
         from sharpi.planning.expert_stats import ExpertStats
         from sharpi.planning.planner import make_plan
         from sharpi.planning.streams import forecast, room_for
+        from sharpi.serve.settings import ServerSettings
 
+    spill_bytes = ServerSettings(spill=spill).spill_bytes
     found = described(name, model)
     known = None if profile is None else load_profile(profile)
     if known is not None and threads is None:
@@ -115,8 +121,10 @@ def plan_command(name: str | None, model: str | None, context: int | None, threa
         context, sequences, cache_tokens = room_for(streams, tokens, context, sequences, cache_tokens)
     plan = make_plan(file, spec, device=device, vram=vram, context=context, kv_dtype=kv_dtype, batch=batch,
                      threads=count, cpu_moe=cpu_moe or None, sequences=sequences, cache_tokens=cache_tokens,
-                     prompt=prompt, profile=known, shown=True, rope=scaling, warm=warmth, notice=say)
-    expected = forecast(plan, file, spec, streams, tokens, warm=warmth) if streams and tokens else None
+                     prompt=prompt, spill_bytes=spill_bytes, profile=known, shown=True, rope=scaling, warm=warmth,
+                     notice=say)
+    expected = forecast(plan, file, spec, streams, tokens, warm=warmth,
+                        spill_bytes=spill_bytes) if streams and tokens else None
     if as_json:
         click.echo(json.dumps({**plan.to_dict(), **({"streams": asdict(expected)} if expected else {})}, indent=2))
     else:
@@ -206,7 +214,9 @@ def _the_rest(plan: Plan) -> list[_Row]:
 
 def _room(plan: Plan, elsewhere: bool) -> list[_Row]:
     if plan.device == "cpu":
-        return [("RAM", plan.available_bytes or 0, "--profile" if elsewhere else "this machine")]
+        where = "--profile" if elsewhere else "this machine"
+        # Slots are as large as what is free allows.
+        return [("RAM", plan.available_bytes or 0, f"{where}, without --spill" if plan.disk_bytes else where)]
     rows: list[_Row] = []
     if plan.gpu is not None and not isinstance(plan.gpu, str):
         rows.append(("free", plan.gpu.free_bytes, printable(plan.gpu.name)))

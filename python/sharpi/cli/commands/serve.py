@@ -23,6 +23,7 @@ from sharpi.cli.options import (
     device_option,
     kv_dtype_option,
     prompt_option,
+    spill_option,
     threads_option,
     vram_option,
 )
@@ -82,9 +83,7 @@ _EXTRA = ("httptools", "llguidance", "prometheus_client", "pydantic", "starlette
                  help="/health fails if no step ends for so long.  [default: 60]"))
 @section(
     "Cache of prompts",
-    click.option("--spill", metavar="SIZE",
-                 help="RAM for what the KV cache of a model had to give up, such as 4GiB; 0 keeps nothing.  [default:"
-                      " 1GiB]"),
+    spill_option,
     click.option("--cache-dir", metavar="DIR",
                  help="Directory for what has no room in RAM, and for all of it when the server ends: the next one goes"
                       " on with it. It holds what prompts said, in a form that only the model reads."),

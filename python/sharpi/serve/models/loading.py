@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from sharpi.loading.description import describe
 from sharpi.loading.loaded_model import LoadedModel
-from sharpi.machine.hardware import usable_threads
+from sharpi.machine.hardware import ram_bytes, usable_threads
+from sharpi.planning.copies import kept
 from sharpi.planning.plan import Plan
 from sharpi.planning.planner import make_plan, parse_vram
-from sharpi.planning.streams import kept
 from sharpi.scheduler import Scheduler
 from sharpi.serve.models.catalog import ModelFile
 from sharpi.serve.server import Runner
@@ -96,8 +96,7 @@ class ModelLoader:
         """What the scheduler's copies take of the memory that the models share: on the CPU they are in it too."""
         if plan.device != "cpu":
             return 0
-        copies = kept(plan, spill_bytes=int(self._settings.spill))
-        return copies.states_bytes + copies.spill_bytes
+        return kept(ram_bytes(), recurrent=plan.state_bytes > 0, spill_bytes=self._settings.spill_bytes).total
 
     def _limited(self) -> ServerSettings:
         """The settings, with the memory for all models as the most that one may take of the GPU."""

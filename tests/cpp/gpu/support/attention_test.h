@@ -193,8 +193,8 @@ struct DeviceRows {
     }
     DeviceRows(const std::vector<Row>& rows, const Cache& cache)
         : positions(positionsOf(rows)), sequences(sequencesOf(rows)) {
-        batch = {static_cast<int64_t>(rows.size()), positions.get(), sequences.get(), cache.deviceTables->get(),
-                 cache.pagesPerTable()};
+        batch = {static_cast<int64_t>(rows.size()), positions.get(),       sequences.get(),
+                 cache.deviceTables->get(),         cache.pagesPerTable(), cache.pagesPerTable()};
     }
 };
 

@@ -1,0 +1,107 @@
+"""Models that are larger than RAM, planned for a machine with a GPU: whatever RAM has no room for is read from the
+disk, on either device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_weights import GIB, MACHINE, MIB, STREAMING, FakeWeights, plain_machine, set_gpu  # noqa: F401
+from planning import machine_with, plan_of
+from recorded_models import write_without_weights
+
+from sharpi.loading.description import describe
+from sharpi.planning.copies import kept
+from sharpi.planning.placement import Inventory
+from sharpi.planning.plan import Plan
+from sharpi.planning.planner import VRAM_MARGIN, make_plan
+from sharpi.planning.prediction import read_outside_vram
+from sharpi.planning.streams import forecast
+
+DISK = 1e9
+SMALL = replace(MACHINE, vram_bytes=6 * GIB)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """17.3 GiB, of which 16.2 are experts."""
+    path = tmp_path_factory.mktemp("disk") / "mixture.gguf"
+    write_without_weights(path, "qwen3-30b-a3b")
+    return describe(path)
+
+
+@pytest.fixture(autouse=True)
+def _machine(plain_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    set_gpu(monkeypatch, 6 * GIB)
+    monkeypatch.setattr("sharpi.planning.disk.disk_bytes_per_second", lambda path: DISK)
+
+
+def planned(described: Any, ram: int, **asked: Any) -> Plan:
+    return make_plan(*described, **{"ram": ram, "device": "cuda", "context": 2048, "threads": 16, "shown": True,
+                                    "profile": SMALL, **asked})
+
+
+def seconds(plan: Plan) -> float:
+    assert plan.decode is not None
+    return 1 / plan.decode.tokens_per_second
+
+
+def test_what_ram_has_no_room_for_beside_a_gpu_is_read_from_the_disk(mixture: Any) -> None:
+    plain = planned(mixture, 64 * GIB)
+    assert plain.decode and plain.decode_full and plain.prefill and plain.disk_bytes_per_second is None
+    outside = sum(placed.direct + placed.missed + placed.cpu for placed in plain.placement)
+    assert 11 * GIB < outside < 13 * GIB
+    ram = 10 * GIB
+    plan = planned(mixture, ram)
+    assert plan.fits and (plan.homes, plan.lines) == (plain.homes, plain.lines)
+    assert plan.decode and plan.decode_full and plan.prefill and plan.disk_bytes_per_second == DISK
+    part = 1 - (ram - GIB - kept(ram, recurrent=False).total) / outside
+    inventory = Inventory.of(*mixture)
+    pools = sum(pool.slots for pool in plan.expert_pools) / sum(pool.experts for pool in plan.expert_pools)
+    experts = sum(use.read_bytes for use in inventory.model_uses if use.role == "experts")
+    read = part * experts * (1 - pools) / DISK
+    assert seconds(plan) == pytest.approx(seconds(plain) + read, rel=1e-6)
+    assert 1 / plan.decode_full.tokens_per_second == pytest.approx(1 / plain.decode_full.tokens_per_second + read)
+    assert plan.prefill.tokens_per_second == pytest.approx(plan.batch / (part * outside / DISK))
+    assert plan.decode.bound == plan.prefill.bound == "disk"
+    assert forecast(plain, *mixture, 8, 512) is not None and forecast(plan, *mixture, 8, 512) is None
+    assert seconds(planned(mixture, ram, spill_bytes=0)) < seconds(plan), "copies take RAM, too"
+    for just, reads in ((outside, False), (outside - 1, True)):
+        assert (planned(mixture, just).disk_bytes_per_second == DISK) is reads
+
+
+@pytest.mark.parametrize("experts", [(), (0, 1, 2, 3)])
+def test_what_a_token_reads_outside_vram(experts: tuple[int, ...]) -> None:
+    model = FakeWeights(experts=experts)
+    inventory = Inventory.of(model, model)
+    for count in range(len(inventory.movable) + 1):
+        homes = inventory.homes(count)
+        read = sum(use.read_bytes for use in inventory.model_uses
+                   if homes[use.tensor].home != "vram" and use.role != "embedding")
+        assert read_outside_vram(inventory.model_uses, homes, {}) == pytest.approx(read)
+
+
+def test_auto_counts_the_disk_on_both_sides(mixture: Any) -> None:
+    slow = replace(SMALL, vram_bytes_per_second=20e9)
+    asked: dict[str, Any] = {"device": "auto", "profile": slow, "shown": False}
+    in_ram = planned(mixture, 64 * GIB, **asked)
+    assert in_ram.device == "cpu", "its RAM is faster than this VRAM"
+    from_disk = planned(mixture, 14 * GIB, **asked)
+    assert from_disk.device == "cuda" and from_disk.disk_bytes_per_second is None, "what is outside of VRAM fits"
+    there, here = (float(words.split()[0]) for words in from_disk.why.split(" at ")[1].split(", "))
+    shown = planned(mixture, 14 * GIB, device="cpu", profile=slow).decode
+    assert shown and here == pytest.approx(shown.tokens_per_second, abs=0.1) and here < there
+    both = planned(mixture, 10 * GIB, **asked)
+    assert both.decode and f"at {both.decode.tokens_per_second:.1f} tokens/s" in both.why
+    assert both.decode.bound == "disk"
+
+
+def test_auto_takes_no_cpu_whose_ram_lacks_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeWeights()
+    set_gpu(monkeypatch, VRAM_MARGIN + model.total // 2 + STREAMING)
+    monkeypatch.setenv("SHARPI_CUDA_ROW_SPLIT", "0")
+    slow = machine_with(10e9, 1e9)
+    assert plan_of(model, device="auto", profile=slow).device == "cpu"
+    plan = plan_of(model, device="auto", profile=slow, ram=model.total - MIB)
+    assert plan.device == "cuda" and plan.fits and "and not into RAM either" in plan.why
