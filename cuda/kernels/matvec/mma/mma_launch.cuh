@@ -17,52 +17,34 @@ template <typename T> struct MmaShape {
     using Tile = T;
 };
 
-// The wide tiles. Small ones unpack and copy more for each product, but more of them share the multiprocessors evenly.
-// Two blocks of a paired tile share one, so that one multiplies while the other waits; alone, it has too few warps.
-template <DType D> using LargeWideTile = MmaWideTile<D, 2, 2>;
-template <DType D> using SmallWideTile = MmaWideTile<D, 1, 1>;
-template <DType D> using PairedWideTile = MmaWideTile<D, 1, 1, 4>;
-
-// What a wide tile costs beside others: its time for a row of weights and a column. Large ones read shorter pieces of
-// memory, which takes longer the more planes a type has.
-template <typename Tile> constexpr double wideCost() {
-    if (Tile::kMinBlocks == 2) return 1.05;
-    if (Tile::kRows == 32) return 1.16;
-    return PlanesOf<Tile::kType>::template kBytes<2> != 0 ? 1.25 : 1.0;
+// What a wide tile costs beside others: its time for a row of weights and a column. Small tiles unpack and copy more
+// for each product. Large ones read shorter pieces of memory, which takes longer the more planes a type has.
+template <DType D, bool isLarge> constexpr double wideCost() {
+    return !isLarge ? 1.16 : PlanesOf<D>::template kBytes<2> != 0 ? 1.25 : 1.0;
 }
-// What the last block of a multiprocessor costs more if the tile's other block is missing.
-constexpr double kWideAlone = 0.5;
 
 // Calls f(MmaShape<Tile>{}) with the wide tile whose rounds of blocks cost least, and returns true; or returns false,
 // if none fits in the device's shared memory. fits(bytes, columns); count(n): how many tiles of n weight rows there
 // are.
 template <DType D, typename Fits, typename Count, typename F>
 bool withWideTile(const Stream& stream, int rows, int cols, const Fits& fits, const Count& count, F&& f) {
-    using Large = LargeWideTile<D>;
-    using Small = SmallWideTile<D>;
-    using Paired = PairedWideTile<D>;
-    constexpr double kNever = 1e300;
-    const auto cost = [&](auto shape) {
+    using Large = MmaWideTile<D, 2, 2>;
+    using Small = MmaWideTile<D, 1, 1>;
+    const int64_t atOnce = stream.device().multiprocessors;
+    const auto cost = [&](auto shape, double factor) {
         using Tile = typename decltype(shape)::Tile;
-        const int64_t bytes = Tile::sharedBytes(cols);
-        if (!Tile::takes(cols) || !fits(bytes, Tile::kColumns)) return kNever;
-        const int64_t multiprocessors = stream.device().multiprocessors,
-                      tiles = count(Tile::kRows) * ((rows + Tile::kColumns - 1) / Tile::kColumns),
-                      most = (tiles + multiprocessors - 1) / multiprocessors;
-        double blocks = static_cast<double>(most);
-        if (Tile::kMinBlocks == 2) {
-            if (2 * (bytes + kMmaSpareShared) > static_cast<int64_t>(stream.device().sharedPerMultiprocessor))
-                return kNever;
-            if (most % 2 != 0) blocks += kWideAlone;
-        }
-        return blocks * (Tile::kRows * Tile::kColumns) * wideCost<Tile>();
+        const int64_t tiles = count(Tile::kRows) * ((rows + Tile::kColumns - 1) / Tile::kColumns);
+        return static_cast<double>((tiles + atOnce - 1) / atOnce) * (Tile::kRows * Tile::kColumns) * factor;
     };
-    const double large = cost(MmaShape<Large>{}), small = cost(MmaShape<Small>{}), paired = cost(MmaShape<Paired>{});
-    if (std::min({large, small, paired}) >= kNever) return false;
-    if (large <= std::min(small, paired)) f(MmaShape<Large>{});
-    else if (paired <= small) f(MmaShape<Paired>{});
-    else f(MmaShape<Small>{});
-    return true;
+    const bool canBeLarge = Large::takes(cols) && fits(Large::sharedBytes(cols), Large::kColumns),
+               canBeSmall = Small::takes(cols) && fits(Small::sharedBytes(cols), Small::kColumns);
+    if (canBeLarge && (!canBeSmall ||
+                       cost(MmaShape<Large>{}, wideCost<D, true>()) <= cost(MmaShape<Small>{}, wideCost<D, false>()))) {
+        f(MmaShape<Large>{});
+        return true;
+    }
+    if (canBeSmall) f(MmaShape<Small>{});
+    return canBeSmall;
 }
 
 // What a tile is chosen for.
