@@ -170,7 +170,7 @@ void GpuScratch::takeLatent(const StepLimits& l) {
     pieces.exact.floats = _layout.floats(heads * most);
     pieces.exact.quantized = _layout.take(
         std::max(cuda::quantizedRowsBytes(heads, l.latentRank), cuda::quantizedRowsBytes(heads, l.plainDim)));
-    pieces.fast = takeHalves(fastRows * l.latentHeads * most, _splitRows);
+    pieces.fast = takeHalves(fastRows * std::max({l.latentHeads * most, l.deltaWidth, l.mambaWidth}), _splitRows);
     input(RowInput::Attended) = input(RowInput::PlainQueries) = pieces;
     takeLowRank(l);
 }

@@ -83,7 +83,8 @@ DecodeRing decodeRing(int64_t heads);
 // Causal attention of many rows, on tensor cores. Tile i is rows [tileBegin[i], tileEnd[i]) of one sequence: at most
 // kQueryTile rows with ascending positions. The arrays are in device memory. fp32 and fp16 caches are multiplied in
 // split form, and so are queries with a q.lo. A tile reads no entry of its page table before the page of the first key
-// that its first row sees. out: [rows, heads * kvValueDim] as floats and as halves; quantized is ignored.
+// that its first row sees. out: [rows, heads * kvValueDim] as floats and as halves; quantized is ignored. Latents
+// are split only on devices with more than 64 KiB of shared memory for a block.
 constexpr int kQueryTile = 64;
 struct QueryTiles {
     const int32_t *begin = nullptr, *end = nullptr;

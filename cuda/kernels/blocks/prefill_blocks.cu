@@ -80,14 +80,14 @@ template <class T> struct GatheredKeys {
     }
 };
 
-// Grid: groups of T::kRows heads, rows.
+// Grid: rows, groups of T::kRows heads.
 template <class T> __global__ void __launch_bounds__(T::kThreads) attendGathered(const __grid_constant__ Work work) {
     allowNext();
     waitForPrevious();
     extern __shared__ __align__(128) uint8_t shared[];
     const PrefillArgs& args = work.args;
-    const int64_t row = blockIdx.y;
-    const int heads = args.shape.heads, dim = args.shape.headDim, firstHead = static_cast<int>(blockIdx.x) * T::kRows;
+    const int64_t row = blockIdx.x;
+    const int heads = args.shape.heads, dim = args.shape.headDim, firstHead = static_cast<int>(blockIdx.y) * T::kRows;
     const uint32_t queries = sharedAddress(shared);
     for (int i = threadIdx.x; i < T::kRows * T::kChunks; i += T::kThreads) {
         const int line = i / T::kChunks, chunk = i % T::kChunks;
@@ -116,14 +116,14 @@ template <class T> __global__ void __launch_bounds__(T::kThreads) attendGathered
     }
 }
 
-// Rotates a part of each head back, in place. A warp has a head; grid: groups of kTurnWarps heads, rows.
+// Rotates a part of each head back, in place. A warp has a head; grid: rows, groups of kTurnWarps heads.
 __global__ void __launch_bounds__(32 * kTurnWarps)
     turnBack(float* out, HeadShape shape, const __grid_constant__ RotatedPart back, const BatchRows batch) {
     allowNext();
     waitForPrevious();
     extern __shared__ float parts[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = static_cast<int>(blockIdx.x) * kTurnWarps + warp;
-    const int64_t row = blockIdx.y;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = static_cast<int>(blockIdx.y) * kTurnWarps + warp;
+    const int64_t row = blockIdx.x;
     if (head >= shape.heads) return;
     float* const x = out + (row * shape.heads + head) * shape.headDim + back.first;
     float* const part = parts + warp * back.dims;
@@ -141,8 +141,8 @@ template <class T> void launchGathered(Stream& stream, const Work& work) {
     constexpr size_t kBytes = T::kSharedBytes + kPlacesBytes<T>;
     static_assert(kPlacesBytes<T> <= kMostPlaces && T::kSharedBytes % sizeof(const uint8_t*) == 0);
     if (kBytes > 48 * 1024) allowShared(attendGathered<T>, kBytes);
-    const dim3 grid(static_cast<unsigned>((work.args.shape.heads + T::kRows - 1) / T::kRows),
-                    static_cast<unsigned>(work.args.batch.rows));
+    const dim3 grid(static_cast<unsigned>(work.args.batch.rows),
+                    static_cast<unsigned>((work.args.shape.heads + T::kRows - 1) / T::kRows));
     launch(stream, attendGathered<T>, grid, dim3(T::kThreads), kBytes, work);
 }
 
@@ -161,8 +161,8 @@ void prefillBlocks(Stream& stream, const HalfRows& q, const HeadShape& shape, co
         withKeyValueTile<decltype(tag)::kType, decltype(split)::value, kMostBlockDim, kMostBlockDim>(
             stream, kMostPlaces, [&](auto tile) { launchGathered<decltype(tile)>(stream, work); });
     });
-    const dim3 grid(static_cast<unsigned>((shape.heads + kTurnWarps - 1) / kTurnWarps),
-                    static_cast<unsigned>(batch.rows));
+    const dim3 grid(static_cast<unsigned>(batch.rows),
+                    static_cast<unsigned>((shape.heads + kTurnWarps - 1) / kTurnWarps));
     launch(stream, turnBack, grid, dim3(32 * kTurnWarps), sizeof(float) * kTurnWarps * static_cast<size_t>(back.dims),
            out, shape, back, batch);
 }

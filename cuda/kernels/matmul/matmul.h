@@ -19,7 +19,8 @@ namespace sharpi::cuda {
 
 enum class Store { Write, Add };
 
-// y[t, :] (+)= w x[t, :] + bias. Row t of y at y + t * stride (0: w.rows).
+// y[t, :] (+)= w x[t, :] + bias. Row t of y at y + t * stride (0: w.rows). If w is a part of a matrix, stride is the
+// rows of the whole: the bits depend on it.
 void matmul(Stream& stream, const Matrix& w, const HalfRows& x, int64_t rows, const float* bias, float* y, Store store,
             int64_t stride = 0);
 

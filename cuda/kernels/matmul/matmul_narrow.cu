@@ -43,7 +43,8 @@ struct HalfInput {
 
 bool matmulNarrow(Stream& stream, const MatmulCall& call) {
     const bool isDense = !call.groups.begin && !call.by.heads;
-    if (!isDense || call.shape.rows > kNarrowOutputs || call.shape.cols % HalfInput::kElements != 0) return false;
+    // The stride is the whole matrix's rows. A part of a large matrix must not be narrow: it has the bits of the whole.
+    if (!isDense || call.stride > kNarrowOutputs || call.shape.cols % HalfInput::kElements != 0) return false;
     Products p;
     Product& product = p.product[p.count++];
     product.data = call.w;

@@ -7,7 +7,8 @@ namespace sharpi::cuda {
 
 struct MatmulCall;
 
-// Returns false, and has launched nothing, if the matrix of this call is not narrow. The shape alone decides it.
+// Returns false, and has launched nothing, if the matrix of this call is not narrow. The whole
+// matrix's shape alone decides it.
 bool matmulNarrow(Stream& stream, const MatmulCall& call);
 
 }  // namespace sharpi::cuda

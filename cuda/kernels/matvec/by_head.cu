@@ -181,8 +181,9 @@ void matvecByHead(Stream& stream, const MatvecInput& x, int64_t rows, const Head
     if (rows == 0 || w.rows == 0) return;
     requireHeadRows(weights);
     if (rows * weights.heads * (w.cols / kContractBlock) * 2 > INT32_MAX || w.cols > kMostHeadCols)
-        throw Error(ErrorKind::Internal, "matvecByHead takes fewer than " + std::to_string(rows) + " rows by " +
-                                             std::to_string(weights.heads) + " heads");
+        throw Error(ErrorKind::Internal, "matvecByHead has no kernel for " + std::to_string(rows) + " rows by " +
+                                             std::to_string(weights.heads) + " heads of " + std::to_string(w.cols) +
+                                             " columns");
     ByHead p;
     p.data = w.data;
     p.shape = packedShape(w.type, w.rows, w.cols);

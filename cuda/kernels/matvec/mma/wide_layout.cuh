@@ -6,13 +6,10 @@
 
 namespace sharpi::cuda {
 
-// kRowWarps, kColumnWarps: warps side by side, each with 32 weight rows and 32 columns. kWarps: all warps of a block.
-template <DType D, int kRowWarps, int kColumnWarps, int kWarpCount = 8> struct WideLayout {
+// kRowWarps, kColumnWarps: warps side by side, each with 32 weight rows and 32 columns.
+template <DType D, int kRowWarps, int kColumnWarps> struct WideLayout {
     using Numbers = MmaNumbers<D>;
-    static constexpr int kWarps = kWarpCount, kThreads = 32 * kWarps;
-    // Of a multiprocessor, which has the registers of eight warps. While one block meets, or joins sums, another one
-    // multiplies.
-    static constexpr int kMinBlocks = 8 / kWarps;
+    static constexpr int kWarps = 8, kThreads = 32 * kWarps;
     static constexpr int kSlices = kWarps / (kRowWarps * kColumnWarps);
     static constexpr int kRows = 32 * kRowWarps, kColumns = kWideColumns * kColumnWarps;
     static constexpr int kBundles = kColumnWarps;

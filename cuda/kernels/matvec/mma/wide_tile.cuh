@@ -31,9 +31,8 @@
 
 namespace sharpi::cuda {
 
-template <DType D, int kRowWarps, int kColumnWarps, int kWarpCount = 8>
-class MmaWideTile : WideLayout<D, kRowWarps, kColumnWarps, kWarpCount> {
-    using Layout = WideLayout<D, kRowWarps, kColumnWarps, kWarpCount>;
+template <DType D, int kRowWarps, int kColumnWarps> class MmaWideTile : WideLayout<D, kRowWarps, kColumnWarps> {
+    using Layout = WideLayout<D, kRowWarps, kColumnWarps>;
     using F = Format<D>;
     using Raw = typename F::Raw;
     using Layout::columnWarp;
@@ -72,7 +71,6 @@ public:
     using Weights = Steps<D>;
     using Layout::kColumns;
     using Layout::kGroups;
-    using Layout::kMinBlocks;
     using Layout::kRows;
     using Layout::kThreads;
     using Layout::kWarps;
@@ -82,7 +80,7 @@ public:
     using Layout::warp;
     // For fetchRowsAhead().
     static constexpr bool kIsWide = true, kResident = false;
-    static constexpr int kItemsAhead = 0, kRounds = 1, kPairs = kGroups / 2;
+    static constexpr int kItemsAhead = 0, kRounds = 1, kPairs = kGroups / 2, kMinBlocks = 1;
 
     // shared: sharedBytes(cols), aligned to 128 bytes. cols: takes(cols). rows: of all of x. All threads call it, and
     // meet.

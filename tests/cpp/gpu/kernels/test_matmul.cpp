@@ -252,6 +252,10 @@ TEST_P(Matmul, ProductsByHeadAreCloseToTheExactOnes) {
                 stream().synchronize();
             }
             const std::vector<float> got = y.read();
+            const Weights whole = weights(type, kAll, cols, file);
+            const DeviceArray<float> atOnce(before);
+            matmulByHead(stream(), {whole.packed, 0, kRowsOfHead, kHeads, kStride}, x.rows(), rows, atOnce.get());
+            ASSERT_TRUE(sameBits(got, atOnce.read()));
             for (int64_t head = 0; head < kHeads; ++head) {
                 std::vector<const float*> pieces;
                 std::vector<float> ofHead;
@@ -267,6 +271,32 @@ TEST_P(Matmul, ProductsByHeadAreCloseToTheExactOnes) {
                                                     describe(type, rows, kRowsOfHead, cols)));
             }
         }
+}
+
+// A part of a large matrix is no narrow matrix, and rows of any number of them have the same bits.
+TEST_P(Matmul, F32RowsDoNotDependOnThePartNorOnTheOthers) {
+    constexpr int64_t kRows = 300, kCols = 264;
+    for (const int64_t outputs : {24, 512, 600}) {
+        const std::vector<uint8_t> file = fileWeights(DType::F32, outputs, kCols, random());
+        const Weights whole = weights(DType::F32, outputs, kCols, file);
+        const Activations x = activations(kRows, kCols, false);
+        const DeviceArray<float> all(static_cast<size_t>(kRows * outputs)), y(all.size());
+        matmul(stream(), whole.packed, x.rows(), kRows, nullptr, all.get(), Store::Write);
+        const std::vector<float> expected = all.read();
+        const int64_t cut = outputs / 2, bytes = kCols * 4;
+        const std::vector<uint8_t> first(file.begin(), file.begin() + cut * bytes),
+            rest(file.begin() + cut * bytes, file.end());
+        const Weights a = weights(DType::F32, cut, kCols, first), b = weights(DType::F32, outputs - cut, kCols, rest);
+        matmul(stream(), a.packed, x.rows(), kRows, nullptr, y.get(), Store::Write, outputs);
+        matmul(stream(), b.packed, x.rows(), kRows, nullptr, y.get() + cut, Store::Write, outputs);
+        EXPECT_TRUE(sameBits(expected, y.read())) << outputs << " outputs in parts";
+        for (const int64_t some : {1, 4, 5, 30}) {
+            const DeviceArray<float> few(static_cast<size_t>(some * outputs));
+            matmul(stream(), whole.packed, x.rows(), some, nullptr, few.get(), Store::Write);
+            EXPECT_TRUE(sameBits({expected.begin(), expected.begin() + some * outputs}, few.read()))
+                << outputs << " outputs, " << some << " rows";
+        }
+    }
 }
 
 // As narrow as the parameters of hyper-connections, and a router.
