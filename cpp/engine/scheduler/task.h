@@ -75,17 +75,21 @@ public:
     // this may be done again.
     template <typename MakeRoom> bool doPieces(const MakeRoom& makeRoom) {
         const bool any = !_tasks.empty();
-        bool isOccupied = false;  // by a long task
+        bool isOccupied = false;  // a long task had its piece: the next one waits, also if that was the last
         for (size_t i = 0; i < _tasks.size();) {
             const std::shared_ptr<Task> task = _tasks[i];
             const bool waits = task->isLong() && isOccupied;
+            bool isOver = task->isCancelled();
             std::exception_ptr failed;
-            if (!task->isCancelled() && (waits || !doPiece(*task, makeRoom, failed))) {
-                isOccupied = true;
+            if (!isOver && !waits) {
+                isOver = doPiece(*task, makeRoom, failed);
+                isOccupied = isOccupied || task->isLong();
+            }
+            if (task->isLong() && !waits) _isUnderWay = !isOver;
+            if (!isOver) {
                 ++i;
                 continue;
             }
-            if (task->isLong() && !waits) _isUnderWay = false;
             _tasks.erase(_tasks.begin() + static_cast<Tasks::difference_type>(i));
             task->end(failed);
         }
@@ -101,11 +105,9 @@ private:
     template <typename MakeRoom> bool doPiece(Task& task, const MakeRoom& makeRoom, std::exception_ptr& failed) {
         for (;;) {
             try {
-                const bool isOver = task.doPiece();
-                if (!isOver) _isUnderWay = true;
-                return isOver;
+                return task.doPiece();
             } catch (const std::exception& error) {
-                if (makeRoom(error)) continue;
+                if (!task.isCancelled() && makeRoom(error)) continue;
                 failed = std::current_exception();
                 return true;
             }

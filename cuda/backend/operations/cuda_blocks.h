@@ -1,5 +1,5 @@
 // Compressed keys on the GPU: rows of blocks of tokens, the choice among them, and attention over them and a window.
-// They have one arithmetic for exact and fast rows.
+// Exact and fast rows differ in products and in attention; blocks are made and chosen alike.
 #pragma once
 
 #include "backend/cuda_pass.h"

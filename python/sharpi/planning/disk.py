@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sharpi.machine.disk import ASSUMED_BYTES_PER_SECOND, disk_bytes_per_second
 from sharpi.machine.hardware import free_ram_bytes, ram_bytes
 from sharpi.planning.copies import kept
 from sharpi.planning.placement import Placed
 from sharpi.planning.request import Request
 
-__all__ = ["all_ram", "copies_bytes", "disk_rate", "free_ram", "left_for_weights", "outside_vram", "part_on_disk"]
+__all__ = ["all_ram", "copies_bytes", "free_ram", "left_for_weights", "outside_vram", "part_on_disk"]
 
 # What weights leave of the RAM to the page cache, which long prompts read experts by, and to other programs. No more
 # than a part of a small RAM.
@@ -47,9 +46,3 @@ def part_on_disk(request: Request, placement: Sequence[Placed]) -> float:
     alike; the system's page cache is taken to hold what it has room for."""
     wanted, free = outside_vram(placement), free_ram(request)
     return 0.0 if wanted <= free else 1 - max(0, left_for_weights(request, free)) / wanted
-
-
-def disk_rate(request: Request) -> float:
-    """Bytes a second of the disk under the model's largest file."""
-    path = max(request.file.paths, key=lambda each: each.stat().st_size if each.exists() else 0, default=None)
-    return (disk_bytes_per_second(path) if path is not None else None) or ASSUMED_BYTES_PER_SECOND

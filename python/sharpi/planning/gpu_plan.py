@@ -13,7 +13,7 @@ from typing import Any
 
 from sharpi.machine.hardware import Gpu
 from sharpi.machine.profile import HardwareProfile
-from sharpi.planning.disk import disk_rate, outside_vram, part_on_disk
+from sharpi.planning.disk import outside_vram, part_on_disk
 from sharpi.planning.placement import SLOTS, ExpertPool, Switches, TensorHome
 from sharpi.planning.plan import SAVED_STATISTICS, UNIFORM_ROUTING, Plan
 from sharpi.planning.prediction import (
@@ -190,8 +190,8 @@ class OnGpu:
         part = part_on_disk(self._request, details["placement"])
         if not part:
             return {}
-        rate, wanted = disk_rate(self._request), outside_vram(details["placement"])
-        return {"disk_bytes_per_second": rate, "draft_cost": None,
+        rate, wanted = self._request.disk_bytes_per_second, outside_vram(details["placement"])
+        return {"disk_bytes_per_second": rate,
                 **{name: decode_from_disk(details[name], part * read, rate) for name in ("decode", "decode_full")},
                 "prefill": prefill_from_disk(details["prefill"], batch, part * wanted, rate)}
 

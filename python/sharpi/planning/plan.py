@@ -56,7 +56,8 @@ class Plan:
     hit_source says how that is known. prefill (of one batch), decode (at the beginning of a context) and decode_full
     (at its end): the predicted speeds, and `profile` the machine that they are for; `None` if nobody needed to know.
     fingerprint: of the file's tensors. disk_bytes: of a mixture that is larger than RAM, on the CPU, its experts'
-    bytes: they are read from the disk, at disk_bytes_per_second, unless they are in the slots. sequences: how many
+    bytes: they are read from the disk, at disk_bytes_per_second, unless they are in the slots; that is known too if
+    RAM has no room for other weights. sequences: how many
     there is room for whose recurrent state is held, in a model that has one, or what a window or chunk shows of them.
     cache_tokens: that the KV cache has room for, of all sequences together; 0: as many as the context.
     mtp: whether the file's prediction layer is loaded, for drafted tokens. draft_cost: what such a token adds to a

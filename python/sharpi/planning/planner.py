@@ -28,6 +28,7 @@ from sharpi.planning.prediction import after_on_cpu, completed, decode_on_cpu, d
 from sharpi.planning.prompt_modes import choose_prompt, least_batch, rounding_words
 from sharpi.planning.ram_slots import RamSlots
 from sharpi.planning.request import Request, Spec
+from sharpi.settings import arguments
 from sharpi.settings.choices import DEVICES, EXACT, KV_DTYPES
 from sharpi.settings.switches import check_switches
 
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from sharpi.planning.expert_stats import ExpertStats
 
 __all__ = ["DEFAULT_BATCH", "DEFAULT_CONTEXT", "DEVICES", "KV_DTYPES", "MachineSpeeds", "Plan", "Spec",
-           "VRAM_MARGIN", "choose_context", "choose_kv_dtype", "make_plan", "parse_vram", "saved_plan"]
+           "VRAM_MARGIN", "choose_context", "choose_kv_dtype", "make_plan", "parse_amount",
+           "parse_spill", "parse_vram", "saved_plan"]
 
 DEFAULT_KV_DTYPE = "bf16"
 # Models announce contexts whose KV cache would fill the machine; this much is taken unless a person asks for more.
@@ -68,6 +70,22 @@ def parse_vram(vram: str | int | None) -> int | None:
         hint = f"did you mean {meant}{'GiB' if float(meant) < 1000 else 'MiB'}?" if meant else "1MiB is the least"
         raise InvalidRequestError(f"a VRAM budget of {count} bytes: {hint}")
     return count
+
+
+def parse_amount(name: str, value: Any) -> int:
+    """Bytes of memory, said like a budget of VRAM. Raises `InvalidRequestError` with the setting's name."""
+    try:
+        count = parse_vram(value)
+    except InvalidRequestError:
+        count = None
+    if count is None:
+        raise InvalidRequestError(f"{name}: {arguments.shown(value)} is no amount of memory: say it as 24GiB or 800MiB")
+    return count
+
+
+def parse_spill(value: int | str | None) -> int | None:
+    """The bytes of a scheduler's copies of pages: an amount or 0; `None` if nothing is said."""
+    return value if value is None else 0 if value in (0, "0") else parse_amount("spill", value)
 
 
 def _bytes_in(text: str) -> tuple[int | None, str]:
@@ -172,8 +190,7 @@ def _on_cpu(request: Request, why: str, found: Gpu | str | None) -> Plan:
                  "decode": decode_on_cpu(known.model_uses, profile, request.threads, known.beside),
                  "decode_full": decode_on_cpu(known.model_uses, profile, request.threads, full),
                  "draft_cost": draft_cost_on_cpu(known, profile, request.threads)}
-        if slots.bytes:
-            shown = slots.speeds(shown, profile)
+        shown = slots.speeds(shown, profile)
     return request.fill("cpu", why, found, batch, slots.room, (), **slots.details(), **shown,
                         fitting_batch=fitting_batch(batch, least_batch("cpu", EXACT),
                                                     lambda rows: fits(request.context, rows)),

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from sharpi.machine.profile import HardwareProfile
-from sharpi.planning.disk import all_ram, copies_bytes, disk_rate, free_ram, left_for_weights
-from sharpi.planning.placement import ExpertPool, Placed, Use
+from sharpi.planning.disk import all_ram, copies_bytes, free_ram, left_for_weights
+from sharpi.planning.placement import BY_ROW, ExpertPool, Placed, Use
 from sharpi.planning.plan import UNIFORM_ROUTING
 from sharpi.planning.prediction import (
     Cached,
@@ -38,15 +38,22 @@ class RamSlots:
         self.bytes = 0
         # What all must fit into.
         self.room = all_ram(request)
-        if not self.expert_bytes or weights + taken <= free:
+        # The part of the weights that RAM has no room for; the system's page cache is taken to hold the others. Slots
+        # hold what they say.
+        self._on_disk = 0.0
+        if weights + taken <= free:
             return
-        # Slots cannot be taken back when a scheduler's copies grow. A budget without room for slots counts for nothing.
-        copies = copies_bytes(request)
-        for budget in (free if request.ram_budget is None else request.ram_budget, free):
-            self.bytes = self._fitting(min(left_for_weights(request, free), budget - copies))
+        # Slots cannot be taken back when a scheduler's copies grow. If there is no room for both, not even without a
+        # budget, slots come first: without them each token would read most of the model.
+        copies, left = copies_bytes(request), left_for_weights(request, free)
+        budget = free if request.ram_budget is None else request.ram_budget
+        for room, counted in ((min(left, budget - copies), min(free, budget) - copies), (left, free - copies),
+                              (left + copies, free)):
+            self.bytes = self._fitting(room) if self.expert_bytes else 0
             if self.bytes:
-                self.room = min(free, budget) - copies
+                self.room = counted
                 return
+        self._on_disk = 1 - max(0, left - taken) / weights
 
     def fits(self, context: int, rows: int) -> bool:
         """Whether what must be in RAM is: everything, but for experts that slots are for."""
@@ -68,7 +75,13 @@ class RamSlots:
                 "hit_rate": hit_rate(cached), "hit_source": UNIFORM_ROUTING}
 
     def speeds(self, plain: Mapping[str, Any], profile: HardwareProfile) -> dict[str, Any]:
-        """The speeds and the placement of a plan whose experts are all in RAM, `plain`, with the disk's part."""
+        """The speeds and the placement of a plan whose weights are all in RAM, `plain`, with the disk's part."""
+        if not self.bytes:
+            return dict(plain) if not self._on_disk else {
+                **plain, "disk_bytes_per_second": self._rate,
+                "decode": self.decode(plain["decode"], profile),
+                "decode_full": self.decode(plain["decode_full"], profile),
+                "prefill": prefill_from_disk(plain["prefill"], self._batch, self._on_disk * self._weights, self._rate)}
         cached, used = self._cached(profile), self._bytes_of(self._request.inventory.model_uses)
         held = sum(layer.held for layer in cached.values()) / max(1, len(cached))
         return {**plain, "disk_bytes_per_second": self._rate,
@@ -79,8 +92,13 @@ class RamSlots:
                 "draft_cost": None}
 
     def decode(self, plain: Speed, profile: HardwareProfile) -> Speed:
-        """The speed of decode, `plain` being that with all experts in RAM."""
-        return decode_from_disk(plain, missed_bytes(self._cached(profile)), self._rate) if self.bytes else plain
+        """The speed of decode, `plain` being that with all weights in RAM."""
+        if self.bytes:
+            return decode_from_disk(plain, missed_bytes(self._cached(profile)), self._rate)
+        if not self._on_disk:
+            return plain
+        read = sum(use.read_bytes for use in self._request.inventory.model_uses if use.role not in BY_ROW)
+        return decode_from_disk(plain, self._on_disk * read, self._rate)
 
     def _cached(self, profile: HardwareProfile) -> dict[int, Cached]:
         """The layers with slots. Predictions are without drafts."""
@@ -89,7 +107,7 @@ class RamSlots:
 
     @cached_property
     def _rate(self) -> float:
-        return disk_rate(self._request)
+        return self._request.disk_bytes_per_second
 
     def _fitting(self, room: int) -> int:
         """What slots may take of this RAM; 0 if there is none for a useful number."""

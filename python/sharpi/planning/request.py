@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sharpi.files.gguf import GgufFile, fingerprint
 from sharpi.files.rope import RopeScaling
+from sharpi.machine.disk import ASSUMED_BYTES_PER_SECOND, disk_bytes_per_second
 from sharpi.machine.hardware import Gpu
 from sharpi.machine.profile import HardwareProfile
 from sharpi.planning.placement import VRAM, Inventory, Switches, TensorHome
@@ -125,14 +126,20 @@ class Request:
     cache_tokens: int
     rope: RopeScaling | None
     prompt: str  # of a plan for the GPU
-    # Of a plan for the CPU; see `make_plan`.
-    ram_budget: int | None = None
+    # See `make_plan`.
+    ram_budget: int | None = None  # of a plan for the CPU
     spill_bytes: int | None = None
 
     @cached_property
     def inventory(self) -> Inventory:
         """The model's weights in units."""
         return Inventory.of(self.file, self.spec)
+
+    @cached_property
+    def disk_bytes_per_second(self) -> float:
+        """The rate of the disk under the model's largest file, measured once."""
+        path = max(self.file.paths, key=lambda each: each.stat().st_size if each.exists() else 0, default=None)
+        return (disk_bytes_per_second(path) if path is not None else None) or ASSUMED_BYTES_PER_SECOND
 
     @cached_property
     def experts_on_cpu(self) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sharpi.errors import InvalidRequestError
-from sharpi.planning.planner import parse_vram
+from sharpi.planning.planner import parse_amount, parse_spill, parse_vram
 from sharpi.settings import arguments
 from sharpi.settings.choices import DEFAULT_CACHE_DIR_BYTES, DEVICES, KV_DTYPES, PROMPT_MODES
 from sharpi.storage import require_writable
@@ -96,10 +96,9 @@ class ServerSettings:
             value = getattr(self, field.name)
             if value is not None or field.default is not None:
                 object.__setattr__(self, field.name, _CHECKS[field.name](field.name, value))
-        object.__setattr__(self, "memory", None if self.memory is None else _amount("memory", self.memory))
-        if self.spill is not None:
-            object.__setattr__(self, "spill", 0 if self.spill in (0, "0") else _amount("spill", self.spill))
-        object.__setattr__(self, "cache_dir_size", _amount("cache_dir_size", self.cache_dir_size))
+        object.__setattr__(self, "memory", None if self.memory is None else parse_amount("memory", self.memory))
+        object.__setattr__(self, "spill", parse_spill(self.spill))
+        object.__setattr__(self, "cache_dir_size", parse_amount("cache_dir_size", self.cache_dir_size))
         parse_vram(self.vram)
 
     @property
@@ -276,16 +275,6 @@ def _origins(name: str, value: Any) -> tuple[str, ...]:
         if origin != "*" and (not separator or scheme not in ("http", "https") or not rest or "/" in rest):
             raise InvalidRequestError(f"{name}: {arguments.shown(origin)} is no origin, such as https://example.org")
     return origins
-
-
-def _amount(name: str, value: Any) -> int:
-    try:
-        count = parse_vram(value)
-    except InvalidRequestError:
-        count = None
-    if count is None:
-        raise InvalidRequestError(f"{name}: {arguments.shown(value)} is no amount of memory: say it as 24GiB or 800MiB")
-    return count
 
 
 def _bytes_or_text(name: str, value: Any) -> int | str:

@@ -251,6 +251,23 @@ TEST(Conversations, ATaskThatIsCancelledMakesWayForTheNext) {
     EXPECT_EQ(pieces, done);
 }
 
+// So answers that are being written wait for one piece, and a paused request may go on between two tasks.
+TEST(Conversations, ATurnHasOneLongPiece) {
+    TaskQueue queue;
+    Tasks submitted;
+    for (int i = 0; i < 2; ++i) submitted.push_back(std::make_shared<Task>([] { return true; }, Task::Length::Long));
+    const Tasks both = submitted;
+    queue.take(submitted);
+    const auto noRoom = [](const std::exception&) { return false; };
+    EXPECT_TRUE(queue.doPieces(noRoom));
+    EXPECT_TRUE(both[0]->wait(0));
+    EXPECT_FALSE(both[1]->wait(0));
+    EXPECT_FALSE(queue.isUnderWay());
+    EXPECT_TRUE(queue.doPieces(noRoom));
+    EXPECT_TRUE(both[1]->wait(0));
+    EXPECT_FALSE(queue.doPieces(noRoom));
+}
+
 // A request's end lets go of its constraint after the thread has taken what was submitted, and before it does tasks:
 // what is submitted just then comes in the order that it was submitted in.
 TEST(Conversations, ATaskDoesNotOvertakeARequest) {
@@ -268,6 +285,7 @@ TEST(Conversations, ATaskDoesNotOvertakeARequest) {
     std::shared_ptr<Task> forgotten;
     std::atomic<bool> isSubmitted{false};
     Request constrained = requestOf(randomTokens(70, vocab, 2), 400);
+    constrained.ahead = 1;  // nobody reads it, so it does not end by itself
     constrained.extras.constraint = std::make_shared<Farewell>(vocab, [&] {
         answer = scheduler.submit(last);
         forgotten = scheduler.forget(last.conversation);

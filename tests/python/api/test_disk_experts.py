@@ -133,7 +133,9 @@ def test_slots_leave_room_for_a_schedulers_copies(model: Path) -> None:
         plan = planned(model, ram, spill_bytes=spill_bytes)
         assert plan.fits and plan.available_bytes == ram - states - takes
         assert plan.expert_slots == plain.expert_slots - takes
-    assert not planned(model, ram, spill_bytes=plain.expert_slots).expert_slots
+    first = planned(model, ram, spill_bytes=plain.expert_slots)
+    assert first.fits and first.available_bytes == ram, "slots come before copies"
+    assert first.expert_slots == plain.expert_slots + states
     assert not planned(model, whole, spill_bytes=whole).expert_slots, "what all fits into has no need of slots"
 
 
@@ -236,7 +238,7 @@ def _append(path: Path, content: bytes) -> None:
 
 def test_the_disk_bounds_the_speed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
-    monkeypatch.setattr("sharpi.planning.disk.disk_bytes_per_second", lambda path: asked.append(path) or 1e6)
+    monkeypatch.setattr("sharpi.planning.request.disk_bytes_per_second", lambda path: asked.append(path) or 1e6)
     whole = needed(model)
     inside, outside = (planned(model, ram, shown=True) for ram in (1 << 40, whole * 4 // 5))
     assert inside.decode and outside.decode and inside.prefill and outside.prefill and asked == [model]

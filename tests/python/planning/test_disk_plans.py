@@ -34,7 +34,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(autouse=True)
 def _machine(plain_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     set_gpu(monkeypatch, 6 * GIB)
-    monkeypatch.setattr("sharpi.planning.disk.disk_bytes_per_second", lambda path: DISK)
+    monkeypatch.setattr("sharpi.planning.request.disk_bytes_per_second", lambda path: DISK)
 
 
 def planned(described: Any, ram: int, **asked: Any) -> Plan:
@@ -105,3 +105,20 @@ def test_auto_takes_no_cpu_whose_ram_lacks_the_room(monkeypatch: pytest.MonkeyPa
     assert plan_of(model, device="auto", profile=slow).device == "cpu"
     plan = plan_of(model, device="auto", profile=slow, ram=model.total - MIB)
     assert plan.device == "cuda" and plan.fits and "and not into RAM either" in plan.why
+
+
+def test_a_dense_model_that_ram_has_no_room_for_now_is_read_from_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The RAM is there, and others have it."""
+    model = FakeWeights()
+    monkeypatch.setattr(FakeWeights, "paths", (), raising=False)
+    for name, count in (("ram_bytes", 4 * model.total), ("free_ram_bytes", model.total // 2)):
+        monkeypatch.setattr(f"sharpi.planning.disk.{name}", lambda count=count: count)
+    roomy = plan_of(model, device="cpu", ram=4 * model.total, shown=True)
+    plan = plan_of(model, device="cpu", shown=True)
+    rate = plan.disk_bytes_per_second
+    assert plan.fits and roomy.disk_bytes_per_second is None and rate
+    read = sum(use.read_bytes for use in Inventory.of(model, model).model_uses if use.role != "embedding")
+    added = seconds(plan) - seconds(roomy)
+    assert read / 2 / rate < added < read / rate
+    assert plan.prefill == roomy.prefill, "a batch computes for longer than the disk reads"
+    assert plan.decode and plan.decode.bound == "disk"

@@ -229,6 +229,15 @@ def circles(arrows: Mapping[str, set[str]]) -> set[str]:
         left = kept
 
 
+def test_only_serve_needs_the_servers_packages() -> None:
+    """Others may not import the server: what it imports may not be installed."""
+    allowed = (ROOT / "python/sharpi/serve", ROOT / "python/sharpi/cli/commands/serve.py")
+    found = {name_of(path) for path in python_sources() if ROOT / "python/sharpi" in path.parents
+             and not any(path == each or each in path.parents for each in allowed)
+             and re.search(r"^\s*(from|import) sharpi\.serve", path.read_text(encoding="utf-8"), re.MULTILINE)}
+    assert not found
+
+
 def test_imports_form_no_circle() -> None:
     paths = {module_of(path): path for path in PACKAGE.rglob("*.py*") if path.suffix in (".py", ".pyi")}
     assert len(paths) > 50

@@ -101,11 +101,10 @@ def plan_command(name: str | None, model: str | None, context: int | None, threa
         from sharpi.machine.hardware import usable_threads
         from sharpi.machine.profile import load_profile
         from sharpi.planning.expert_stats import ExpertStats
-        from sharpi.planning.planner import make_plan
+        from sharpi.planning.planner import make_plan, parse_spill
         from sharpi.planning.streams import forecast, room_for
-        from sharpi.serve.settings import ServerSettings
 
-    spill_bytes = ServerSettings(spill=spill).spill_bytes
+    spill_bytes = parse_spill(spill)
     found = described(name, model)
     known = None if profile is None else load_profile(profile)
     if known is not None and threads is None:
