@@ -37,7 +37,7 @@ __device__ __forceinline__ const int32_t* tableOf(const PagedRows& rows, const B
     return rows.tables + batch.sequence[row] * batch.pagesPerTable;
 }
 
-// What a row sees: the keys [first, position], and so many rows of blocks.
+// What a row sees: the keys [first, position], and a number of rows of blocks.
 struct SeenKeys {
     int position, first, blocks;
 

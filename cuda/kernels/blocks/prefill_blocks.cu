@@ -52,11 +52,6 @@ template <class T> struct GatheredKeys {
         return pages.k + pages.rowAt(table, seen) * kKvBytes<T::kType>;
     }
     __device__ __forceinline__ void load(int t, uint32_t stage) const {
-#if __CUDA_ARCH__ >= 800
-        constexpr bool kAsItIs = T::kType == KvType::BF16;
-#else
-        constexpr bool kAsItIs = false;
-#endif
         const int dim = work.args.shape.headDim;
 #pragma unroll 4
         for (int i = threadIdx.x; i < T::kKeys * T::kChunks; i += T::kThreads) {
@@ -65,8 +60,7 @@ template <class T> struct GatheredKeys {
             const bool valid = key && chunk * 8 < dim;
             const uint8_t* const from = valid ? key + chunk * 8 * kKvBytes<T::kType> : work.args.pages.k;
             const uint32_t to = stage + chunkAt<T>(line, chunk);
-            if constexpr (kAsItIs) copyChunk(to, from, valid);
-            else convertChunk<T>(to, to + T::kPartBytes, from, valid);
+            loadChunk<T>(to, to + T::kPartBytes, from, valid);
         }
     }
     __device__ __forceinline__ void mask(PrefillWarp<T>& w, int t) const {

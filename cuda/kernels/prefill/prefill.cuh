@@ -173,6 +173,18 @@ __device__ __forceinline__ void convertChunk(uint32_t hiTo, uint32_t loTo, const
     if constexpr (T::kSplitKv) storeShared(loTo, {lo[0], lo[1], lo[2], lo[3]});
 }
 
+// Loads eight neighbouring elements of the cache. One that has the operands' own type is copied, and others converted.
+template <class T>
+__device__ __forceinline__ void loadChunk(uint32_t hiTo, uint32_t loTo, const uint8_t* from, bool valid) {
+#if __CUDA_ARCH__ >= 800
+    constexpr bool kAsItIs = T::kType == KvType::BF16;
+#else
+    constexpr bool kAsItIs = false;
+#endif
+    if constexpr (kAsItIs) copyChunk(hiTo, from, valid);
+    else convertChunk<T>(hiTo, loTo, from, valid);
+}
+
 // Which half of the cache loadTile() loads.
 struct BothHalves {
     static constexpr bool kKeys = true, kValues = true;
@@ -190,11 +202,6 @@ template <class T, class Half>
 __device__ __forceinline__ void loadTile(const PrefillArgs& args, const PrefillPlace& place, int firstKey,
                                          uint32_t stage) {
     constexpr int kElement = kKvBytes<T::kType>;
-#if __CUDA_ARCH__ >= 800
-    constexpr bool kAsItIs = T::kType == KvType::BF16;
-#else
-    constexpr bool kAsItIs = false;
-#endif
     const int dim = args.shape.headDim;
     const int64_t page = place.table[firstKey / kAttentionPage];
     const int64_t line = (page * args.shape.kvHeads + place.kvHead) * kAttentionPage + firstKey % kAttentionPage;
@@ -207,14 +214,8 @@ __device__ __forceinline__ void loadTile(const PrefillArgs& args, const PrefillP
         const bool valid = isSeen && firstKey + row <= place.lastPosition && chunk * 8 < dim;
         const int at = valid ? (row * dim + chunk * 8) * kElement : 0;
         const uint32_t to = chunkAt<T>(row, chunk);
-        if constexpr (kAsItIs) {
-            if constexpr (Half::kKeys) copyChunk(stage + to, keys + at, valid);
-            if constexpr (Half::kValues) copyChunk(valueStage + to, values + at, valid);
-        } else {
-            if constexpr (Half::kKeys) convertChunk<T>(stage + to, stage + T::kPartBytes + to, keys + at, valid);
-            if constexpr (Half::kValues)
-                convertChunk<T>(valueStage + to, valueStage + T::kPartBytes + to, values + at, valid);
-        }
+        if constexpr (Half::kKeys) loadChunk<T>(stage + to, stage + T::kPartBytes + to, keys + at, valid);
+        if constexpr (Half::kValues) loadChunk<T>(valueStage + to, valueStage + T::kPartBytes + to, values + at, valid);
     }
 }
 
@@ -500,6 +501,16 @@ __device__ __forceinline__ void store(PrefillWarp<T>& w, const PrefillArgs& args
             storeRow<T>(w, h, r, args, place.head + h, head * args.valueDim + first);
         }
     }
+}
+
+// --- launching ---------------------------------------------------------------------------------------------------
+
+// A block for each tile of query rows and each T::kHeads heads.
+template <class T> void launchPrefill(Stream& stream, void (*kernel)(PrefillArgs), const PrefillArgs& args) {
+    if (T::kSharedBytes > 48 * 1024) allowShared(kernel, T::kSharedBytes);
+    const dim3 grid(static_cast<unsigned>(args.shape.heads / T::kHeads), static_cast<unsigned>(args.tiles.count),
+                    kQueryTile / T::kRows);
+    launch(stream, kernel, grid, dim3(T::kThreads), T::kSharedBytes, args);
 }
 
 }  // namespace sharpi::cuda

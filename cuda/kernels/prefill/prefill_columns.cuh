@@ -3,13 +3,34 @@
 // scores into weights, and read the weights of all keys from there. With 16 keys, on devices with little shared memory,
 // each warp computes all weights for itself.
 //
-// A tile T says besides, in bytes: kWeightsAt and kFloatsAt, where weights and a float for each row and column lie in
-// shared memory, and kWeightPartBytes, of the high halves of weights.
+// A tile T is a ColumnTile, and says besides, in bytes, how far values are behind keys: kValuesAt.
 #pragma once
 
 #include "kernels/prefill/prefill.cuh"
 
 namespace sharpi::cuda {
+
+// kDim_: elements of a key, padded with zeros. kOutputs: elements of a value, likewise. kBuffers: of kKeys_ keys or
+// values.
+template <KvType kType_, bool kSplit_, int kDim_, int kOutputs, int kRows_, int kKeys_, int kBuffers>
+struct ColumnTile {
+    static constexpr KvType kType = kType_;
+    static constexpr bool kRuled = true, kSplit = kSplit_, kSplitKv = kSplit && kType != KvType::BF16;
+    static constexpr int kDim = kDim_, kHeads = 1, kRows = kRows_, kKeys = kKeys_;
+    static constexpr int kColumns = 2, kWarpDim = kOutputs / kColumns, kThreads = 32 * kColumns * (kRows / 16);
+    static constexpr bool kSharesScores = kKeys / kColumns % 16 == 0, kKeepsQueries = false;
+    static constexpr int kWarpKeys = kSharesScores ? kKeys / kColumns : kKeys;
+    static constexpr int kRowBytes = 2 * kDim, kChunks = kDim / 8;
+    static constexpr int kQueryPartBytes = kRows * kRowBytes;  // hi or lo
+    static constexpr int kPartBytes = kKeys * kRowBytes;       // keys or values, hi or lo
+    static constexpr int kWeightPartBytes = kSharesScores ? kRows * kKeys * 2 : 0;
+    // Shared memory: queries, buffers, weights, and a float for each row and column.
+    static constexpr int kKeysAt = kQueryPartBytes * (kSplit ? 2 : 1);
+    static constexpr int kBufferBytes = kPartBytes * (kSplitKv ? 2 : 1);
+    static constexpr int kWeightsAt = kKeysAt + kBuffers * kBufferBytes;
+    static constexpr int kFloatsAt = kWeightsAt + kWeightPartBytes * (kSplit ? 2 : 1);
+    static constexpr int kSharedBytes = kFloatsAt + (kSharesScores ? kRows * kColumns * 4 : 0);
+};
 
 // Gives the warps that share rows each other's floats, one for each row: returns in `theirs` those of the other column.
 // The whole block calls it, and again only after another barrier.
@@ -72,28 +93,12 @@ template <class T> __device__ __forceinline__ void joinColumns(PrefillWarp<T>& w
 
 // --- keys that are values ----------------------------------------------------------------------------------------
 
-// A tile for heads that share one key, whose first kValueDim_ elements are the value: it is brought to shared memory
-// once and read twice, as it lies there for the scores, and turned for the outputs. kDim_: elements of a key, padded
-// with zeros.
-template <KvType kType_, bool kSplit_, int kDim_, int kValueDim_, int kRows_, int kKeys_, int kStages_>
-struct KeyValueTile {
-    static constexpr KvType kType = kType_;
-    static constexpr bool kRuled = true, kSplit = kSplit_, kSplitKv = kSplit && kType != KvType::BF16;
-    static constexpr int kDim = kDim_, kHeads = 1, kRows = kRows_, kKeys = kKeys_, kStages = kStages_;
-    static constexpr int kColumns = 2, kWarpDim = kValueDim_ / kColumns, kThreads = 32 * kColumns * (kRows / 16);
-    static constexpr bool kSharesScores = kKeys / kColumns % 16 == 0, kKeepsQueries = false;
-    static constexpr int kWarpKeys = kSharesScores ? kKeys / kColumns : kKeys;
-    static constexpr int kRowBytes = 2 * kDim, kChunks = kDim / 8;
-    static constexpr int kQueryPartBytes = kRows * kRowBytes;  // hi or lo
-    static constexpr int kPartBytes = kKeys * kRowBytes;       // keys, hi or lo
-    static constexpr int kWeightPartBytes = kSharesScores ? kRows * kKeys * 2 : 0;
-    // Shared memory: queries, stages of keys, weights, and a float for each row and column.
-    static constexpr int kKeysAt = kQueryPartBytes * (kSplit ? 2 : 1);
+// A tile for heads that share one key, whose first elements are the value: it is brought to shared memory once and read
+// twice, as it lies there for the scores, and turned for the outputs. Its buffers are stages of keys.
+template <KvType kType, bool kSplit, int kDim, int kValueDim, int kRows, int kKeys, int kStages_>
+struct KeyValueTile : ColumnTile<kType, kSplit, kDim, kValueDim, kRows, kKeys, kStages_> {
+    static constexpr int kStages = kStages_;
     static constexpr int kValuesAt = 0;  // they are keys
-    static constexpr int kStageBytes = kPartBytes * (kSplitKv ? 2 : 1);
-    static constexpr int kWeightsAt = kKeysAt + kStages * kStageBytes;
-    static constexpr int kFloatsAt = kWeightsAt + kWeightPartBytes * (kSplit ? 2 : 1);
-    static constexpr int kSharedBytes = kFloatsAt + (kSharesScores ? kRows * kColumns * 4 : 0);
 };
 
 // Runs over the keys. The copies of the queries are under way, and so is all that beginWarp() does. Keys says
@@ -105,7 +110,7 @@ template <class T, class Keys>
 __device__ __forceinline__ void attendKeyValues(PrefillWarp<T>& w, const PrefillArgs& args, uint8_t* shared,
                                                 const Keys& keys) {
     const uint32_t queries = sharedAddress(shared), stages = queries + T::kKeysAt;
-    const auto stageOf = [&](int t) { return stages + (t - keys.first) % T::kStages * T::kStageBytes; };
+    const auto stageOf = [&](int t) { return stages + (t - keys.first) % T::kStages * T::kBufferBytes; };
     const auto load = [&](int t) {
         if (t < keys.end) keys.load(t, stageOf(t));
         closeCopies();

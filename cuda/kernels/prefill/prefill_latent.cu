@@ -49,19 +49,13 @@ template <KvType kType, bool kSplit, typename F> void withTile(const Stream& str
     return withKeyValueTile<kType, kSplit, kMost, kMaxLatentRank>(stream, 0, f);
 }
 
-template <class T> void launchLatents(Stream& stream, const PrefillArgs& args) {
-    if (T::kSharedBytes > 48 * 1024) allowShared(attendLatents<T>, T::kSharedBytes);
-    const dim3 grid(static_cast<unsigned>(args.shape.heads), static_cast<unsigned>(args.tiles.count),
-                    kQueryTile / T::kRows);
-    launch(stream, attendLatents<T>, grid, dim3(T::kThreads), T::kSharedBytes, args);
-}
-
 }  // namespace
 
 void prefillLatent(Stream& stream, const PrefillArgs& args) {
     withPrefillForm(args.pages.type, args.q.lo != nullptr, [&](auto tag, auto split) {
-        withTile<decltype(tag)::kType, decltype(split)::value>(
-            stream, args.shape.headDim, [&](auto tile) { launchLatents<decltype(tile)>(stream, args); });
+        withTile<decltype(tag)::kType, decltype(split)::value>(stream, args.shape.headDim, [&](auto tile) {
+            launchPrefill<decltype(tile)>(stream, attendLatents<decltype(tile)>, args);
+        });
     });
 }
 

@@ -84,10 +84,7 @@ template <class T> __global__ void __launch_bounds__(T::kThreads) attendTile(Pre
 // --- launching ---------------------------------------------------------------------------------------------------
 
 template <class T> void launchTiles(Stream& stream, const PrefillArgs& args) {
-    if (T::kSharedBytes > 48 * 1024) allowShared(attendTile<T>, T::kSharedBytes);
-    const dim3 grid(static_cast<unsigned>(args.shape.heads / T::kHeads), static_cast<unsigned>(args.tiles.count),
-                    kQueryTile / T::kRows);
-    launch(stream, attendTile<T>, grid, dim3(T::kThreads), T::kSharedBytes, args);
+    launchPrefill<T>(stream, attendTile<T>, args);
 }
 
 template <KvType kType, bool kSplit, int kDim, bool kRuled> void chooseTile(Stream& stream, const PrefillArgs& args) {

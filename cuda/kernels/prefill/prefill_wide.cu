@@ -10,25 +10,10 @@ namespace sharpi::cuda {
 
 namespace {
 
-template <KvType kType_, bool kSplit_, int kRows_, int kKeys_, bool kOneBuffer_ = false> struct WideTile {
-    static constexpr KvType kType = kType_;
-    static constexpr bool kRuled = true, kSplit = kSplit_, kSplitKv = kSplit && kType != KvType::BF16;
+template <KvType kType, bool kSplit, int kRows, int kKeys, bool kOneBuffer_ = false>
+struct WideTile : ColumnTile<kType, kSplit, 512, 512, kRows, kKeys, kOneBuffer_ ? 1 : 2> {
     static constexpr bool kOneBuffer = kOneBuffer_;
-    static constexpr int kDim = 512, kHeads = 1, kRows = kRows_, kKeys = kKeys_;
-    static constexpr int kColumns = 2, kWarpDim = kDim / kColumns, kThreads = 32 * kColumns * (kRows / 16);
-    static constexpr bool kSharesScores = kKeys / kColumns % 16 == 0, kKeepsQueries = false;
-    static constexpr int kWarpKeys = kSharesScores ? kKeys / kColumns : kKeys;
-    static constexpr int kRowBytes = 2 * kDim, kChunks = kDim / 8;
-    static constexpr int kQueryPartBytes = kRows * kRowBytes;  // hi or lo
-    static constexpr int kPartBytes = kKeys * kRowBytes;       // keys or values, hi or lo
-    static constexpr int kWeightPartBytes = kSharesScores ? kRows * kKeys * 2 : 0;
-    // Shared memory: queries, keys, values, weights, and a float for each row and column.
-    static constexpr int kKeysAt = kQueryPartBytes * (kSplit ? 2 : 1);
-    static constexpr int kBufferBytes = kPartBytes * (kSplitKv ? 2 : 1);
-    static constexpr int kValuesAt = kOneBuffer ? 0 : kBufferBytes;  // behind the keys
-    static constexpr int kWeightsAt = kKeysAt + kValuesAt + kBufferBytes;
-    static constexpr int kFloatsAt = kWeightsAt + kWeightPartBytes * (kSplit ? 2 : 1);
-    static constexpr int kSharedBytes = kFloatsAt + (kSharesScores ? kRows * kColumns * 4 : 0);
+    static constexpr int kValuesAt = kOneBuffer ? 0 : WideTile::kBufferBytes;
 };
 
 template <class T> __global__ void __launch_bounds__(T::kThreads) attendWide(PrefillArgs args) {
@@ -83,10 +68,7 @@ template <class T> __global__ void __launch_bounds__(T::kThreads) attendWide(Pre
 template <class T> bool fits(const Stream& stream) { return T::kSharedBytes <= stream.device().sharedPerBlock; }
 
 template <class T> void launchWide(Stream& stream, const PrefillArgs& args) {
-    if (T::kSharedBytes > 48 * 1024) allowShared(attendWide<T>, T::kSharedBytes);
-    const dim3 grid(static_cast<unsigned>(args.shape.heads), static_cast<unsigned>(args.tiles.count),
-                    kQueryTile / T::kRows);
-    launch(stream, attendWide<T>, grid, dim3(T::kThreads), T::kSharedBytes, args);
+    launchPrefill<T>(stream, attendWide<T>, args);
 }
 
 // The smallest tile fits in 64 KiB, which every device has; the next one in the 99 KiB of most.

@@ -115,7 +115,7 @@ class RamSlots:
         return left if left and any(pool.slots for pool in self._pools_of(left)) else 0
 
     def _pools_of(self, count: int) -> tuple[ExpertPool, ...]:
-        """What slots of so many bytes are."""
+        """The pools of slots that `count` bytes give."""
         options = self._request.options("cpu", self._request.context, self._batch, (), count)
         return tuple(ExpertPool(*pool) for pool in self._request.spec.expert_pools(options))
 

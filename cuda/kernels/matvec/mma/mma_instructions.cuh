@@ -86,12 +86,6 @@ template <int kBytes> __device__ __forceinline__ void copyAsync(uint32_t to, con
                  : "memory");
 #endif
 }
-// Ends a group of the thread's copies.
-__device__ __forceinline__ void endCopies() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
 template <int kThreads> __device__ __forceinline__ void meet(int barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }

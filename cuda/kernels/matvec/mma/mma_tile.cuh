@@ -294,7 +294,7 @@ private:
                 if (++_copyItem < _items) findColumns(_copyItem, rowOf);
             }
         }
-        endCopies();
+        closeCopies();
         _copyStage = nextStage(_copyStage);
     }
     __device__ __forceinline__ void copyColumns(const QuantizedRows& x, int stage, int step) const {
@@ -322,9 +322,9 @@ private:
     __device__ __forceinline__ void copyAllColumns(const QuantizedRows& x) const {
         for (int step = 0; step < _steps; ++step) {
             copyColumns(x, step * kStageBytes, step);
-            if (step == 0) endCopies();
+            if (step == 0) closeCopies();
         }
-        endCopies();
+        closeCopies();
     }
     // A thread multiplies the sums that it copied by their scales.
     __device__ __forceinline__ void scaleSums(int stage) const {

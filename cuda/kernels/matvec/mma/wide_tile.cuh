@@ -322,7 +322,7 @@ private:
             copyAsync<16>(_copiedEnd + slot + i * kThreads * 16,
                           reinterpret_cast<const uint4*>(x.ends) + (from + chunk % kEndChunks));
         }
-        endCopies();
+        closeCopies();
     }
 
     // --- sums

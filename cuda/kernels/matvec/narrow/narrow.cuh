@@ -10,7 +10,7 @@
 
 namespace sharpi::cuda {
 
-// A matrix of so many rows at most is narrow.
+// A matrix with at most this many rows is narrow.
 constexpr int32_t kNarrowOutputs = 512;
 
 // Rows of activations as floats, copied by cp.async.
