@@ -54,8 +54,9 @@ LayerReader& LayerReader::latentAttention(const AttentionParts& parts) {
         bad("metadata keys '" + prefix + "head_count' and 'kv_lora_rank' give an impossible width");
     a.scale = static_cast<float>(parts.scale.value_or(1.0 / std::sqrt(static_cast<double>(keyDim))));
     const int64_t queries = int64_t{a.heads} * keyDim;
-    if (md.has(prefix + "q_lora_rank")) {
-        const int32_t queryRank = integer("q_lora_rank", kMaxWidth);
+    // Some files say 0 for queries without a rank.
+    const auto queryRank = static_cast<int32_t>(md.integerOr(prefix + "q_lora_rank", 0, kMaxWidth, 0));
+    if (queryRank > 0) {
         a.queryDown = matrix("attn_q_a", {width, queryRank});
         a.k = matrix("attn_kv_a_mqa", {width, a.headDim});
         a.queryNorm = norm("attn_q_a_norm", queryRank);

@@ -373,6 +373,15 @@ TEST(ModelSpec, MetadataOfEveryKindIsChecked) {
                   [](tiny::Model& m) { m.metadata["qwen3moe.expert_weights_norm"] = int64_t{1}; });
 }
 
+TEST(ModelSpec, AQueryRankOfZeroIsNone) {
+    const tiny::Options o = tiny::latents()[1];
+    ASSERT_EQ(o.queryRank, 0);
+    tiny::Model model(o);
+    model.metadata[o.architecture + ".attention.q_lora_rank"] = int64_t{0};
+    const ModelSpec spec = model.spec();
+    for (size_t i = 0; i < spec.layers.size(); ++i) expectAttention(o, spec, i);
+}
+
 TEST(ModelSpec, HybridsNameWhatIsWrong) {
     tiny::Options o;
     o.architecture = "qwen35";
