@@ -74,10 +74,10 @@ if TYPE_CHECKING:
     from sharpi.planning.expert_stats import ExpertStats
 
 __all__ = ["BOUNDS", "Cached", "Speed", "Traffic", "after_on_cpu", "after_on_gpu", "balanced", "cached_experts",
-           "completed", "decode_from_disk", "decode_on_cpu", "decode_on_gpu", "decode_seconds", "draft_cost_on_cpu",
-           "draft_cost_on_gpu", "expert_rates", "hit_rate", "missed_bytes", "operations", "part_at_work",
-           "prefill_from_disk", "prefill_on_cpu", "prefill_on_gpu", "read_outside_vram", "share_rows", "shares",
-           "traffic"]
+           "completed", "cpu_layer_seconds", "decode_from_disk", "decode_on_cpu", "decode_on_gpu", "decode_seconds",
+           "draft_cost_on_cpu", "draft_cost_on_gpu", "expert_rates", "hit_rate", "missed_bytes", "operations",
+           "part_at_work", "prefill_from_disk", "prefill_on_cpu", "prefill_on_gpu", "read_outside_vram", "share_rows",
+           "shares", "traffic"]
 
 # Seconds for a row of activations to go from the GPU to the CPU, or back, and to be noticed there.
 CROSSING_SECONDS = 15e-6
@@ -107,6 +107,10 @@ ROW_KERNEL_BYTES = 8
 # The products of experts reach this part of it, times m / (m + a tile's rows) if m rows come to an expert. Fitted to
 # prompts of 2,048 tokens and models with 128 and 256 experts.
 EXPERT_EFFICIENCY, EXPERT_TILE = 0.66, 128
+# On the CPU: the products of experts reach m / (m + this) of a large product's rate, if m rows come to an expert; for
+# each output of a matrix, a prompt's other work, in seconds of one thread; and what a step takes besides reading, for
+# each layer and for one with experts. Fitted to prompts of 64 to 2,048 tokens and steps of six models on two threads.
+CPU_EXPERT_TILE, CPU_OUTPUT_SECONDS, CPU_LAYER_SECONDS, CPU_EXPERT_LAYER_SECONDS = 8, 3.4e-9, 20e-6, 45e-6
 # Bringing weights and multiplying them overlap, except for this measured part of the shorter one: in prefill, and in
 # decode.
 OVERLAP_LOSS, DECODE_OVERLAP_LOSS = 0.15, 0.45
@@ -244,11 +248,10 @@ def traffic(uses: Sequence[Use], homes: Sequence[TensorHome], cached: Mapping[in
             direct += use.read_bytes - share
         elif use.layer not in cached:
             cpu += use.read_bytes * use.cpu_cost
-    layers = {use.layer for use in uses if use.layer >= 0}
-    experts = {use.layer for use in uses if use.role == "experts"}
+    layers, experts = _layers_of(uses)
     outside = {use.layer for use in uses if homes[use.tensor].home == SLOTS}
     shared = {use.layer for use in uses if _on_cpu(use, homes[use.tensor])}
-    return Traffic(vram, direct, cpu, len(layers), len(experts), len(shared), len(outside - cached.keys()),
+    return Traffic(vram, direct, cpu, layers, experts, len(shared), len(outside - cached.keys()),
                    tuple(cached[layer] for layer in sorted(outside & cached.keys())), beside)
 
 
@@ -341,7 +344,20 @@ def decode_on_cpu(uses: Sequence[Use], profile: HardwareProfile, threads: int | 
                   beside: Beside = Beside()) -> Speed:
     """The speed of decode on the CPU."""
     read = sum(use.read_bytes * use.cpu_cost for use in uses) + 2 * beside.state_bytes + beside.attention_bytes
-    return Speed(profile.ram_bytes_per_second * part_at_work(profile, threads) / max(1, read), "RAM")
+    rate = profile.ram_bytes_per_second * part_at_work(profile, threads)
+    return Speed(1 / (max(1, read) / rate + cpu_layer_seconds(uses)), "RAM")
+
+
+def cpu_layer_seconds(uses: Sequence[Use]) -> float:
+    """What the layers of a step take on the CPU besides reading weights."""
+    layers, experts = _layers_of(uses)
+    return CPU_LAYER_SECONDS * (layers - experts) + CPU_EXPERT_LAYER_SECONDS * experts
+
+
+def _layers_of(uses: Sequence[Use]) -> tuple[int, int]:
+    """How many layers there are, and those with experts."""
+    return (len({use.layer for use in uses if use.layer >= 0}),
+            len({use.layer for use in uses if use.role == "experts"}))
 
 
 def after_on_gpu(beside: Beside, spec: Any, kv_dtype: str, tokens: int) -> Beside:
@@ -384,7 +400,7 @@ def draft_cost_on_cpu(inventory: Inventory, profile: HardwareProfile, threads: i
     at_work = part_at_work(profile, threads)
     added = (judged - plain + drafted) / (profile.ram_bytes_per_second * at_work) + 2 * multiplied / (
         profile.cpu_flops * at_work
-    )
+    ) + cpu_layer_seconds(inventory.draft_uses)
     return added * decode_on_cpu(inventory.model_uses, profile, threads, inventory.beside).tokens_per_second
 
 
@@ -438,14 +454,28 @@ def _efficiency(use: Use, rows: int) -> float:
     efficiency = PREFILL_EFFICIENCY * use.rows / (math.ceil(use.rows / OUTPUT_TILE) * OUTPUT_TILE)
     if use.role != "experts":
         return efficiency
-    reached = rows * use.read_bytes / use.batch_bytes  # rows of an expert
+    reached = _rows_of_an_expert(use, rows)
     return efficiency * EXPERT_EFFICIENCY * reached / (reached + EXPERT_TILE)
+
+
+def _rows_of_an_expert(use: Use, rows: int) -> float:
+    return rows * use.read_bytes / use.batch_bytes
 
 
 def prefill_on_cpu(uses: Sequence[Use], profile: HardwareProfile, rows: int, threads: int | None = None) -> Speed:
     """The speed of prefill on the CPU."""
-    rate = profile.cpu_flops * part_at_work(profile, threads)
-    return Speed(rows * rate / max(1.0, operations(uses, rows)), "CPU arithmetic")
+    seconds = sum(operations([use], rows) / _cpu_efficiency(use, rows) for use in uses) / profile.cpu_flops
+    outputs = sum(use.parameters / use.cols for use in uses if use.role not in (*BY_ROW, "vector", "head"))
+    seconds += rows * outputs * CPU_OUTPUT_SECONDS / profile.threads
+    return Speed(rows * part_at_work(profile, threads) / max(1e-9, seconds), "CPU arithmetic")
+
+
+def _cpu_efficiency(use: Use, rows: int) -> float:
+    """The part of a large product's rate that a prompt's product with this tensor reaches on the CPU."""
+    if use.role != "experts":
+        return 1.0
+    reached = _rows_of_an_expert(use, rows)
+    return reached / (reached + CPU_EXPERT_TILE)
 
 
 def missed_bytes(cached: Mapping[int, Cached]) -> float:

@@ -30,6 +30,7 @@ from sharpi.planning.prediction import (
     after_on_cpu,
     after_on_gpu,
     cached_experts,
+    cpu_layer_seconds,
     decode_seconds,
     operations,
     part_at_work,
@@ -146,7 +147,8 @@ def _on_cpu(inventory: Inventory, profile: HardwareProfile, threads: int, rows: 
     # The output head is computed for each row, too.
     head = 2.0 * rows * sum(use.parameters for use in uses if use.role == "head")
     computed = (operations(uses, rows) + head) / (profile.cpu_flops * at_work)
-    return max((read, "RAM"), (computed, "CPU arithmetic"))
+    seconds, bound = max((read, "RAM"), (computed, "CPU arithmetic"))
+    return seconds + cpu_layer_seconds(uses), bound
 
 
 def _on_gpu(inventory: Inventory, homes: Sequence[TensorHome], profile: HardwareProfile, threads: int, rows: int,

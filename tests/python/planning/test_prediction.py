@@ -18,6 +18,10 @@ from sharpi.planning.placement import Beside, ExpertPool, Inventory, TensorHome
 from sharpi.planning.prediction import (
     BOUNDS,
     BYTES_PER_PRODUCT,
+    CPU_EXPERT_LAYER_SECONDS,
+    CPU_EXPERT_TILE,
+    CPU_LAYER_SECONDS,
+    CPU_OUTPUT_SECONDS,
     CROSSING_SECONDS,
     DECODE_OVERLAP_LOSS,
     DENSE_LAYER_KERNELS,
@@ -318,7 +322,8 @@ def test_what_a_drafted_token_costs() -> None:
     drafted = decode_seconds(traffic(inventory.draft_uses, away), MACHINE)[0]
     assert draft_cost_on_gpu(inventory, away, MACHINE) == pytest.approx((drafted + 0.2 * plain) / seconds)
     bytes_read = (read["layer"] + read["shared"]) / MACHINE.ram_bytes_per_second
-    expected = (bytes_read + arithmetic(inventory)) / (read["model"] / MACHINE.ram_bytes_per_second)
+    expected = (bytes_read + arithmetic(inventory) + CPU_LAYER_SECONDS) / (
+        read["model"] / MACHINE.ram_bytes_per_second + 4 * CPU_LAYER_SECONDS)
     assert draft_cost_on_cpu(inventory, MACHINE) == pytest.approx(expected)
     _, without = inventory_of(layers=4)
     assert draft_cost_on_gpu(without, without.homes(0), MACHINE) is None is draft_cost_on_cpu(without, MACHINE)
@@ -331,7 +336,8 @@ def test_a_judged_row_has_its_own_experts() -> None:
     plain = sum(use.read_bytes for use in inventory.model_uses) + 20_000_000
     ram = MACHINE.ram_bytes_per_second
     assert draft_cost_on_cpu(inventory, MACHINE) == pytest.approx(
-        ((experts + drafted) / ram + arithmetic(inventory)) / (plain / ram)
+        ((experts + drafted) / ram + arithmetic(inventory) + CPU_LAYER_SECONDS)
+        / (plain / ram + 4 * CPU_EXPERT_LAYER_SECONDS)
     )
     homes = inventory.homes(len(inventory.movable))
     reads = traffic(inventory.model_uses, homes, beside=inventory.beside)
@@ -507,9 +513,12 @@ def test_what_bounds_decode() -> None:
 
 def test_fewer_threads_than_were_measured() -> None:
     _, inventory = inventory_of()
-    for predict in (lambda threads: decode_on_cpu(inventory.uses, MACHINE, threads),
-                    lambda threads: prefill_on_cpu(inventory.uses, MACHINE, 100, threads)):
-        assert predict(4).tokens_per_second == pytest.approx(predict(16).tokens_per_second / 4)
+    # The fixed part of a step's layers does not depend on the threads.
+    fixed = CPU_LAYER_SECONDS * len({use.layer for use in inventory.uses} - {-1})
+    for predict, same in ((lambda threads: decode_on_cpu(inventory.uses, MACHINE, threads), fixed),
+                          (lambda threads: prefill_on_cpu(inventory.uses, MACHINE, 100, threads), 0.0)):
+        few, all_of_them = (1 / predict(threads).tokens_per_second - same for threads in (4, 16))
+        assert few == pytest.approx(4 * all_of_them)
         assert predict(64) == predict(16) == predict(None), "more of them bring nothing more"
     homes = inventory.homes(3)
     shares = [sum(home.cpu_rows for home in balanced(inventory, homes, MACHINE, threads)) for threads in (1, 4, 16)]
@@ -521,7 +530,9 @@ def test_decode_on_the_cpu() -> None:
     read = sum(use.read_bytes for use in inventory.uses)
     experts = sum(tensor.nbytes for tensor in model.tensors if "_exps" in tensor.name)
     assert read == pytest.approx(model.total - experts * 0.75 - model.sizes[0] * 8191 / 8192)
-    assert decode_on_cpu(inventory.uses, MACHINE).tokens_per_second == pytest.approx(100e9 / read)
+    layers = len({use.layer for use in inventory.uses} - {-1})
+    fixed = (layers - 1) * CPU_LAYER_SECONDS + CPU_EXPERT_LAYER_SECONDS
+    assert 1 / decode_on_cpu(inventory.uses, MACHINE).tokens_per_second == pytest.approx(read / 100e9 + fixed)
 
 
 # --- prefill --------------------------------------------------------------------------------------------------------
@@ -531,7 +542,6 @@ def test_prefill() -> None:
     model, inventory = inventory_of(layers=4, experts=(3,))
     dense = 3 * 3 * 4096 * 1024 + 4 * (2 * 1024 + 256) * 1024 + 8 * 1024
     used = dense + 3 * 8 * 1024 * 1024 // 4
-    operations = 2 * 500 * used
     # An expert gets a quarter of the rows; the router's eight rows take as long as a block's.
     router = (OUTPUT_TILE - 8) * 1024
     slowed = 2 * 500 * (dense + router + (used - dense) / EXPERT_EFFICIENCY * (125 + EXPERT_TILE) / 125)
@@ -553,8 +563,12 @@ def test_prefill() -> None:
     even = replace(slow, gpu_flops=slowed / PREFILL_EFFICIENCY / (direct / 1e9))
     found = prefill_on_gpu(inventory.uses, inventory.homes(0), even, 500)
     assert found.tokens_per_second == pytest.approx(500 / ((1 + OVERLAP_LOSS) * direct / 1e9 + PREFILL_SECONDS))
+    # On the CPU, too, experts with few rows are slower; and every output takes other work besides.
     found = prefill_on_cpu(inventory.uses, MACHINE, 500)
-    assert found.tokens_per_second == pytest.approx(500 * 1e12 / operations) and found.bound == "CPU arithmetic"
+    slowed = 2 * 500 * (dense + (used - dense) * (125 + CPU_EXPERT_TILE) / 125)
+    outputs = 3 * (2 * 4096 + 1024) + 4 * (2 * 1024 + 256) + 8 + 3 * 2 * 1024
+    seconds = slowed / 1e12 + 500 * outputs * CPU_OUTPUT_SECONDS / MACHINE.threads
+    assert found.tokens_per_second == pytest.approx(500 / seconds) and found.bound == "CPU arithmetic"
 
 
 def test_exact_prefill() -> None:
