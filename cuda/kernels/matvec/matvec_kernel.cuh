@@ -8,7 +8,7 @@
 // - The rows of a warp are one stream of steps. In a step, each lane has a block or eight float elements. Loads always
 //   run a few steps ahead, past the end of one pair of rows into the next.
 // - No kernel writes weights. So the first loads are issued before the predecessor has ended, and overlap with its
-//   end; a part of the following weights is prefetched into the L2 cache. Activations are copied to shared memory
+//   end; a part of the following float weights is prefetched into the L2 cache. Activations are copied to shared memory
 //   afterwards, once for each block: that waits for the L2 cache once instead of in every step.
 // - Integers become floats by an addition: the bits of 1.5 * 2^23 plus n are the float 12582912 + n for |n| < 2^22. So
 //   dp4a sums that start there are floats already, and one fma takes the constant off and multiplies by the
@@ -529,12 +529,13 @@ template <int T> __device__ __forceinline__ float sumPairs(const float (&acc)[T]
     return sumAccumulators(v, lane);
 }
 
-// The units of its rows that each warp prefetches. All warps that run at once share kAheadBytes.
+// The units of its rows that each warp prefetches. All warps that run at once share kAheadBytes. Quantized rows are
+// faster without: the loads in flight reach far enough, and prefetches take their place in the L1 cache's queue.
 inline int32_t aheadUnits(const Stream& stream, DType type, int64_t blocks, int rows) {
+    if (!isFloatType(type)) return 0;
     const int64_t atOnce = static_cast<int64_t>(stream.device().multiprocessors) * minBlocks(type, rows);
     const int64_t bytes = kAheadBytes / (kMatvecWarps * (blocks < atOnce ? blocks : atOnce));
-    if (isFloatType(type)) return static_cast<int32_t>(bytes / static_cast<int64_t>(rowBytes(type, 1)));
-    return static_cast<int32_t>(bytes / static_cast<int64_t>(rowBytes(type, 256)) * 8);
+    return static_cast<int32_t>(bytes / static_cast<int64_t>(rowBytes(type, 1)));
 }
 
 // --- choosing a kernel -----------------------------------------------------------------------------------------------

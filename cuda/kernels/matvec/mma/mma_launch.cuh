@@ -64,13 +64,10 @@ void withMmaTile(const Stream& stream, const MmaCall& call, size_t sparePerColum
         return bytes + static_cast<int64_t>(sparePerColumn) * columns <= most;
     };
     if constexpr (!isRareType(D)) {
-        using Small = MmaTile<D, 1, true>;
+        using ResidentOne = MmaTile<D, 1, true>;
         using Two = MmaTile<D, 2>;
         using ResidentTwo = MmaTile<D, 2, true>;
-        // Two blocks of one tile share a multiprocessor.
-        const bool isSmall = 2 * (Small::sharedBytes(cols) + kMmaSpareShared) <=
-                             static_cast<int64_t>(stream.device().sharedPerMultiprocessor);
-        if (rows <= 8 && isSmall && fits(Small::sharedBytes(cols), 8)) return f(MmaShape<Small>{});
+        if (rows <= 8 && fits(ResidentOne::sharedBytes(cols), 8)) return f(MmaShape<ResidentOne>{});
         if (rows > kNarrowRows && call.canArrange && withWideTile<D>(stream, rows, cols, fits, count, f)) return;
         if (rows > 8 && rows <= kNarrowRows && fits(ResidentTwo::sharedBytes(cols), 16))
             return f(MmaShape<ResidentTwo>{});
@@ -106,12 +103,12 @@ inline int32_t mmaAhead(DType type, int64_t blocks, int rows) {
 }
 
 // Prefetches `units` units of each row of the first items in a group's place into the L2 cache: one lane for each row.
-// A resident tile prefetches the others.
+// Only wide tiles do: their blocks have less memory in flight. Narrow ones are slower with it, because the L1 cache
+// takes a prefetch for a load, one line after the other.
 template <typename Tile, typename Place>
 __device__ __forceinline__ void fetchRowsAhead(const Place& place, int items, int cols, int units) {
-    if (Tile::warp() >= Tile::kGroups || Tile::lane() >= kMmaRows) return;
+    if (!Tile::kIsWide || Tile::warp() >= Tile::kGroups || Tile::lane() >= kMmaRows) return;
     const int all = cols / kContractBlock;
-    if (Tile::kResident) items = min(items, Tile::kItemsAhead), units = items * all;
     for (int item = 0; item < items && units > 0; ++item, units -= all) {
         const auto rows = place(item, Tile::warp());
         const uint32_t row = static_cast<uint32_t>(min(rows.row + Tile::lane(), rows.last));

@@ -100,7 +100,6 @@ template <DType D, int kTiles, bool isResident> struct MmaLayout {
     static constexpr int kWarps = kSlices * kGroups / kOwn;
     static constexpr int kThreads = 32 * kWarps;
     static constexpr int kMinBlocks = kTiles == 1 ? 2 : 1;  // of a multiprocessor
-    static constexpr int kItemsAhead = 2;                   // that a resident tile prefetches into the L2 cache
     static constexpr int kColumns = kMmaColumns * kTiles;
     // The sums of an item are joined in rounds of at most two tiles, to save shared memory.
     static constexpr int kRoundTiles = kTiles == 1 ? 1 : 2;

@@ -81,7 +81,6 @@ public:
     using Layout::kBlocks;
     using Layout::kColumns;
     using Layout::kGroups;
-    using Layout::kItemsAhead;
     using Layout::kMinBlocks;
     using Layout::kPairs;
     using Layout::kResident;
@@ -139,7 +138,6 @@ public:
         }
         int stage = 0;  // bytes
         for (int item = 0; item < _items; ++item) {
-            if constexpr (kResident) fetchToCacheAhead(place, item + kItemsAhead);
             float acc[kOwn][kTiles][kBlocks][4] = {};
             for (int step = 0; step < _steps; ++step) {
                 unpack(step);
@@ -241,14 +239,6 @@ private:
         if (++_nextStep < _steps) return;
         _nextStep = 0;
         if (++_nextItem < _items) findRows(place, _nextItem);
-    }
-    // Prefetches an item's rows into the L2 cache, one lane for each row, because one step ahead is too late for
-    // memory.
-    template <typename Place> __device__ __forceinline__ void fetchToCacheAhead(const Place& place, int item) const {
-        if (item >= _items || warp() >= kGroups || lane() >= kMmaRows) return;
-        const auto rows = place(item, warp());
-        const uint32_t row = static_cast<uint32_t>(min(rows.row + lane(), rows.last));
-        Weights::fetchAhead(rows.base, row * static_cast<uint32_t>(_units), _units);
     }
     // Writes the loaded weights to shared memory. Blocks past the row's end get factors of 0, which add nothing.
     __device__ __forceinline__ void unpack(int step) {

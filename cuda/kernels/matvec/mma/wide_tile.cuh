@@ -80,7 +80,7 @@ public:
     using Layout::warp;
     // For fetchRowsAhead().
     static constexpr bool kIsWide = true, kResident = false;
-    static constexpr int kItemsAhead = 0, kRounds = 1, kPairs = kGroups / 2, kMinBlocks = 1;
+    static constexpr int kRounds = 1, kPairs = kGroups / 2, kMinBlocks = 1;
 
     // shared: sharedBytes(cols), aligned to 128 bytes. cols: takes(cols). rows: of all of x. All threads call it, and
     // meet.
