@@ -20,7 +20,7 @@ struct GatedProduct {
     MatvecInput x;
     int32_t rows = 0;    // rows of activations
     int32_t groups = 1;  // tensor cores: runs of 32 rows for each block
-    int32_t ahead = 0;   // units that a warp prefetches
+    int32_t ahead = 0;   // units that a warp (floats) or each row of a wide tile prefetches
     RowOutputs out;
     GatedJoin join;
     // Experts: pair p = blockIdx.y reads row p / used of x and writes row p. A pair with chosen[p] < 0 is skipped.
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(D, T)) gatedKernel(c
 template <DType D> void launchGated(Stream& stream, GatedProduct p, int64_t pairs) {
     const dim3 grid(static_cast<unsigned>((p.hidden + kContractBlock - 1) / kContractBlock),
                     static_cast<unsigned>(pairs));
-    p.ahead = aheadUnits(stream, D, static_cast<int64_t>(grid.x) * pairs, p.rows);
+    p.ahead = aheadUnits(stream, D, static_cast<int64_t>(grid.x) * pairs);
     const size_t bytes = Steps<D>::sharedBytes(p.rows, p.cols);
     withVariant<D>(p.rows, bytes, p.chosen != nullptr, [&](auto variant) {
         using V = decltype(variant);

@@ -530,10 +530,10 @@ template <int T> __device__ __forceinline__ float sumPairs(const float (&acc)[T]
 }
 
 // The units of its rows that each warp prefetches. All warps that run at once share kAheadBytes. Quantized rows are
-// faster without: the loads in flight reach far enough, and prefetches take their place in the L1 cache's queue.
-inline int32_t aheadUnits(const Stream& stream, DType type, int64_t blocks, int rows) {
+// faster without: their loads reach far enough ahead, and prefetches would queue before them in the L1 cache.
+inline int32_t aheadUnits(const Stream& stream, DType type, int64_t blocks) {
     if (!isFloatType(type)) return 0;
-    const int64_t atOnce = static_cast<int64_t>(stream.device().multiprocessors) * minBlocks(type, rows);
+    const int64_t atOnce = static_cast<int64_t>(stream.device().multiprocessors) * minBlocks(type, 1);
     const int64_t bytes = kAheadBytes / (kMatvecWarps * (blocks < atOnce ? blocks : atOnce));
     return static_cast<int32_t>(bytes / static_cast<int64_t>(rowBytes(type, 1)));
 }

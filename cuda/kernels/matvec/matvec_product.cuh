@@ -29,7 +29,7 @@ struct Products {
     int32_t rows = 0;  // rows of activations
     int32_t cols = 0;
     int32_t groups = 1;  // pairs of rows for each warp
-    int32_t ahead = 0;   // units that a warp prefetches
+    int32_t ahead = 0;   // units that a warp (floats) or each row of a wide tile prefetches
     bool add = false;
     bool arranged = false;  // x.quantized.wide is filled
     // Experts: pair p = blockIdx.y reads row p (rowPerPair) or p / used of x and writes row p of y. A pair with
@@ -140,7 +140,7 @@ template <DType D> void launchProducts(Stream& stream, Products p, int64_t pairs
     int32_t blocks = 0;
     for (int i = 0; i < p.count; ++i)
         p.product[i].endBlock = blocks += static_cast<int32_t>(best.blocksFor(p.product[i].rows));
-    p.ahead = aheadUnits(stream, D, blocks * pairs, p.rows);
+    p.ahead = aheadUnits(stream, D, blocks * pairs);
     const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(pairs)),
         block(static_cast<unsigned>(32 * best.warps));
     const size_t bytes = Steps<D>::sharedBytes(p.rows, p.cols);

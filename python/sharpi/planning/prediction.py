@@ -18,13 +18,14 @@ A part of the GPU's own time is added to the time of PCIe: copies run ahead by a
 each token.
 
 While the CPU and PCIe both read RAM, the rates are those measured with both at work. Decode on the CPU is the bytes
-that a token reads / RAM's rate.
+that a token reads / RAM's rate, plus a fixed time for each layer.
 
 Prefill, a prompt of one batch on the GPU: again two times. The longer one counts in full and the shorter one in
 part, plus a fixed time. One is for bringing all direct weights and all experts that are in no slot; the CPU takes no
 part in large batches. The other is for the arithmetic: two operations for each parameter and row, at the part of a
 large product's rate that whole prompts reach, which is less for experts that get few rows each. On the CPU it is the
-arithmetic alone. The output head is computed for the last row only, so prefill's arithmetic leaves it out.
+arithmetic, also less efficient for such experts, and a time for each output of a matrix. The output head is computed
+for the last row only, so prefill's arithmetic leaves it out.
 
 An exact prompt's arithmetic on the GPU is that of steps of eight rows, one after another: what such a step reads from
 VRAM (each of the eight rows chooses other experts), a factor for the eight rows, and its kernels, which are launched
@@ -107,10 +108,12 @@ ROW_KERNEL_BYTES = 8
 # The products of experts reach this part of it, times m / (m + a tile's rows) if m rows come to an expert. Fitted to
 # prompts of 2,048 tokens and models with 128 and 256 experts.
 EXPERT_EFFICIENCY, EXPERT_TILE = 0.66, 128
-# On the CPU: the products of experts reach m / (m + this) of a large product's rate, if m rows come to an expert; for
-# each output of a matrix, a prompt's other work, in seconds of one thread; and what a step takes besides reading, for
-# each layer and for one with experts. Fitted to prompts of 64 to 2,048 tokens and steps of six models on two threads.
-CPU_EXPERT_TILE, CPU_OUTPUT_SECONDS, CPU_LAYER_SECONDS, CPU_EXPERT_LAYER_SECONDS = 8, 3.4e-9, 20e-6, 45e-6
+# On the CPU, experts' products reach m / (m + CPU_EXPERT_TILE) of a large product's rate, if m rows come to an expert.
+# A prompt's other work takes one thread CPU_OUTPUT_SECONDS for each row and output of a matrix. A step takes a fixed
+# time for a layer without experts, and another for one with them. All are fitted to prompts of 64 to 2,048 tokens and
+# to steps of six models on two threads.
+CPU_EXPERT_TILE, CPU_OUTPUT_SECONDS = 8, 3.4e-9
+CPU_LAYER_SECONDS, CPU_EXPERT_LAYER_SECONDS = 20e-6, 45e-6
 # Bringing weights and multiplying them overlap, except for this measured part of the shorter one: in prefill, and in
 # decode.
 OVERLAP_LOSS, DECODE_OVERLAP_LOSS = 0.15, 0.45
@@ -126,7 +129,8 @@ LEAST_SHARE = 0.03
 # The fractions that are tried are multiples of 1 / SHARES: finer ones change the speed by less than the error.
 SHARES = 512
 
-# What can bound a speed. The fixed times of kernels count as the GPU's arithmetic, those of crossings as RAM.
+# What can bound a speed. The fixed times of kernels count as the GPU's arithmetic, those of crossings and of the CPU's
+# layers as RAM.
 BOUNDS = ("PCIe", "RAM", "VRAM", "GPU arithmetic", "CPU arithmetic", "disk")
 
 
@@ -454,12 +458,8 @@ def _efficiency(use: Use, rows: int) -> float:
     efficiency = PREFILL_EFFICIENCY * use.rows / (math.ceil(use.rows / OUTPUT_TILE) * OUTPUT_TILE)
     if use.role != "experts":
         return efficiency
-    reached = _rows_of_an_expert(use, rows)
+    reached = rows * use.read_bytes / use.batch_bytes  # rows of an expert
     return efficiency * EXPERT_EFFICIENCY * reached / (reached + EXPERT_TILE)
-
-
-def _rows_of_an_expert(use: Use, rows: int) -> float:
-    return rows * use.read_bytes / use.batch_bytes
 
 
 def prefill_on_cpu(uses: Sequence[Use], profile: HardwareProfile, rows: int, threads: int | None = None) -> Speed:
@@ -474,7 +474,8 @@ def _cpu_efficiency(use: Use, rows: int) -> float:
     """The part of a large product's rate that a prompt's product with this tensor reaches on the CPU."""
     if use.role != "experts":
         return 1.0
-    reached = _rows_of_an_expert(use, rows)
+    share = min(1.0, use.read_bytes / use.batch_bytes)
+    reached = rows * share / (1 - (1 - share) ** rows)  # rows of an expert that has any
     return reached / (reached + CPU_EXPERT_TILE)
 
 

@@ -359,7 +359,8 @@ def test_a_judged_row_has_its_own_experts() -> None:
     # More than all of them no token reads.
     every = [use._replace(batch_bytes=use.read_bytes) for use in inventory.uses]
     most = Inventory(every, inventory.sizes, 4, inventory.beside)
-    assert draft_cost_on_cpu(most, MACHINE) == pytest.approx((drafted / ram + arithmetic(most)) / (plain / ram))
+    assert draft_cost_on_cpu(most, MACHINE) == pytest.approx(
+        (drafted / ram + arithmetic(most) + CPU_LAYER_SECONDS) / (plain / ram + 4 * CPU_EXPERT_LAYER_SECONDS))
 
 
 # --- experts in slots -----------------------------------------------------------------------------------------------
@@ -569,6 +570,16 @@ def test_prefill() -> None:
     outputs = 3 * (2 * 4096 + 1024) + 4 * (2 * 1024 + 256) + 8 + 3 * 2 * 1024
     seconds = slowed / 1e12 + 500 * outputs * CPU_OUTPUT_SECONDS / MACHINE.threads
     assert found.tokens_per_second == pytest.approx(500 / seconds) and found.bound == "CPU arithmetic"
+
+
+def test_one_row_of_a_prompt_is_one_row_of_its_experts_on_the_cpu() -> None:
+    _, inventory = inventory_of(layers=4, experts=(3,))
+    experts = [use for use in inventory.uses if use.role == "experts"]
+    outputs = sum(use.parameters / use.cols for use in experts)
+    for rows, reached in ((1, 1.0), (2, 2 * 0.25 / (1 - 0.75 ** 2))):
+        seconds = (2 * rows * sum(use.parameters for use in experts) / 1e12 * (reached + CPU_EXPERT_TILE) / reached
+                   + rows * outputs * CPU_OUTPUT_SECONDS / MACHINE.threads)
+        assert rows / prefill_on_cpu(experts, MACHINE, rows).tokens_per_second == pytest.approx(seconds)
 
 
 def test_exact_prefill() -> None:

@@ -79,7 +79,7 @@ template <DType D> void launchMmaGated(Stream& stream, GatedProduct p) {
                                                    mmaStart(Tile::kResident) / kItems, columnTiles, atOnce)
                                         : 1;
                        const int64_t blocks = count(p.groups);
-                       p.ahead = mmaAhead(D, std::min(blocks, atOnce), kMmaRows * Tile::kGroups);
+                       if (Tile::kIsWide) p.ahead = mmaAhead(D, std::min(blocks, atOnce), kMmaRows * Tile::kGroups);
                        if (Tile::kIsWide) arrangeColumns(stream, p.x.quantized, p.rows, p.cols);
                        launchMma<Tile>(stream, mmaGatedKernel<Tile>, blocks * columnTiles, p);
                    });

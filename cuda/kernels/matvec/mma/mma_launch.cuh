@@ -67,6 +67,7 @@ void withMmaTile(const Stream& stream, const MmaCall& call, size_t sparePerColum
         using ResidentOne = MmaTile<D, 1, true>;
         using Two = MmaTile<D, 2>;
         using ResidentTwo = MmaTile<D, 2, true>;
+        // Also where there is room for only one of its blocks on a multiprocessor.
         if (rows <= 8 && fits(ResidentOne::sharedBytes(cols), 8)) return f(MmaShape<ResidentOne>{});
         if (rows > kNarrowRows && call.canArrange && withWideTile<D>(stream, rows, cols, fits, count, f)) return;
         if (rows > 8 && rows <= kNarrowRows && fits(ResidentTwo::sharedBytes(cols), 16))
@@ -96,7 +97,8 @@ int mmaItems(const Count& count, int most, double start, int64_t columnTiles, in
 constexpr int mmaMostItems(bool isResident) { return isResident ? 64 : 8; }
 constexpr double mmaStart(bool isResident) { return isResident ? 1.0 : 0.25; }
 
-// The units of each row that a block prefetches: its own 16 * kGroups rows at once share kAheadBytes.
+// The units of each row that a block of a wide tile prefetches: the 16 * kGroups rows of all blocks that run at once
+// share kAheadBytes.
 inline int32_t mmaAhead(DType type, int64_t blocks, int rows) {
     const int64_t bytes = kAheadBytes / (blocks * rows);
     return static_cast<int32_t>(bytes / static_cast<int64_t>(rowBytes(type, 256)) * 8);
@@ -104,7 +106,7 @@ inline int32_t mmaAhead(DType type, int64_t blocks, int rows) {
 
 // Prefetches `units` units of each row of the first items in a group's place into the L2 cache: one lane for each row.
 // Only wide tiles do: their blocks have less memory in flight. Narrow ones are slower with it, because the L1 cache
-// takes a prefetch for a load, one line after the other.
+// queues each line of a prefetch as it does a load.
 template <typename Tile, typename Place>
 __device__ __forceinline__ void fetchRowsAhead(const Place& place, int items, int cols, int units) {
     if (!Tile::kIsWide || Tile::warp() >= Tile::kGroups || Tile::lane() >= kMmaRows) return;

@@ -69,7 +69,7 @@ template <DType D> void launchMmaProducts(Stream& stream, Products& p) {
             blocks += (p.product[i].rows + kRows * p.groups - 1) / (kRows * p.groups);
             p.product[i].endBlock = static_cast<int32_t>(blocks);
         }
-        p.ahead = mmaAhead(D, std::min(blocks, atOnce), kRows);
+        if (Tile::kIsWide) p.ahead = mmaAhead(D, std::min(blocks, atOnce), kRows);
         if (Tile::kIsWide && !p.arranged) arrangeColumns(stream, p.x.quantized, p.rows, p.cols);
         p.arranged = p.arranged || Tile::kIsWide;
         launchMma<Tile>(stream, mmaProductKernel<Tile>, blocks * columnTiles, p);

@@ -78,7 +78,7 @@ public:
     using Layout::sharedBytes;
     using Layout::takes;
     using Layout::warp;
-    // For fetchRowsAhead().
+    // For kernels and launches that take either tile.
     static constexpr bool kIsWide = true, kResident = false;
     static constexpr int kRounds = 1, kPairs = kGroups / 2, kMinBlocks = 1;
 
