@@ -78,7 +78,7 @@ __all__ = ["BOUNDS", "Cached", "Speed", "Traffic", "after_on_cpu", "after_on_gpu
            "completed", "cpu_layer_seconds", "decode_from_disk", "decode_on_cpu", "decode_on_gpu", "decode_seconds",
            "draft_cost_on_cpu", "draft_cost_on_gpu", "expert_rates", "hit_rate", "missed_bytes", "operations",
            "part_at_work", "prefill_from_disk", "prefill_on_cpu", "prefill_on_gpu", "read_outside_vram", "share_rows",
-           "shares", "traffic"]
+           "shares", "step_bytes", "traffic"]
 
 # Seconds for a row of activations to go from the GPU to the CPU, or back, and to be noticed there.
 CROSSING_SECONDS = 15e-6
@@ -474,9 +474,17 @@ def _cpu_efficiency(use: Use, rows: int) -> float:
     """The part of a large product's rate that a prompt's product with this tensor reaches on the CPU."""
     if use.role != "experts":
         return 1.0
-    share = min(1.0, use.read_bytes / use.batch_bytes)
-    reached = rows * share / (1 - (1 - share) ** rows)  # rows of an expert that has any
+    reached = rows * use.read_bytes / step_bytes(use, rows)  # rows of an expert that has any
     return reached / (reached + CPU_EXPERT_TILE)
+
+
+def step_bytes(use: Use, rows: int) -> float:
+    """Bytes that a step of this many rows reads of a tensor."""
+    if use.role in BY_ROW:
+        return float(rows * use.read_bytes)
+    if use.role != "experts":
+        return float(use.read_bytes)
+    return use.batch_bytes * (1 - (1 - min(1.0, use.read_bytes / use.batch_bytes)) ** rows)
 
 
 def missed_bytes(cached: Mapping[int, Cached]) -> float:

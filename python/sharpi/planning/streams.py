@@ -36,6 +36,7 @@ from sharpi.planning.prediction import (
     part_at_work,
     prefill_on_cpu,
     prefill_on_gpu,
+    step_bytes,
     traffic,
 )
 
@@ -143,7 +144,7 @@ def _on_cpu(inventory: Inventory, profile: HardwareProfile, threads: int, rows: 
             beside: Beside) -> tuple[float, str]:
     uses, at_work = inventory.model_uses, part_at_work(profile, threads)
     own = rows * (2 * beside.state_bytes + beside.attention_bytes)
-    read = (sum(_read(use, rows) * use.cpu_cost for use in uses) + own) / (profile.ram_bytes_per_second * at_work)
+    read = (sum(step_bytes(use, rows) * use.cpu_cost for use in uses) + own) / (profile.ram_bytes_per_second * at_work)
     # The output head is computed for each row, too.
     head = 2.0 * rows * sum(use.parameters for use in uses if use.role == "head")
     computed = (operations(uses, rows) + head) / (profile.cpu_flops * at_work)
@@ -153,7 +154,7 @@ def _on_cpu(inventory: Inventory, profile: HardwareProfile, threads: int, rows: 
 
 def _on_gpu(inventory: Inventory, homes: Sequence[TensorHome], profile: HardwareProfile, threads: int, rows: int,
             cached: Mapping[int, Cached], beside: Beside) -> tuple[float, str]:
-    uses = [use._replace(read_bytes=round(_read(use, rows))) for use in inventory.model_uses]
+    uses = [use._replace(read_bytes=round(step_bytes(use, rows))) for use in inventory.model_uses]
     together = {layer: _of_rows(known, uses, layer, rows) for layer, known in cached.items()}
     each = beside._replace(state_bytes=rows * beside.state_bytes, attention_bytes=rows * beside.attention_bytes)
     reads = traffic(uses, homes, together, each)
@@ -164,15 +165,6 @@ def _on_gpu(inventory: Inventory, homes: Sequence[TensorHome], profile: Hardware
     seconds, bound = decode_seconds(traffic(uses, homes, together, more), profile, threads)
     hides = computed > reads.vram + each.attention_bytes and bound == "VRAM"
     return seconds, "GPU arithmetic" if hides else bound
-
-
-def _read(use: Use, rows: int) -> float:
-    """Bytes that a step of this many rows reads of a tensor."""
-    if use.role in BY_ROW:
-        return float(rows * use.read_bytes)
-    if use.role != "experts":
-        return float(use.read_bytes)
-    return use.batch_bytes * (1 - (1 - min(1.0, use.read_bytes / use.batch_bytes)) ** rows)
 
 
 def _cost(use: Use, of_one: Use, rows: int) -> float:
