@@ -9,6 +9,7 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
 #include <string>
 
 #include "core/error.h"
@@ -23,6 +24,10 @@ inline void check(cudaError_t status, const char* what) {
     throw Error(kind, std::string("CUDA: ") + what + ": " + cudaGetErrorString(status));
 }
 
+// Kernels that read the same inputs, launched one after the other, can run together. The first lets the next one start
+// when its own inputs are there, and the later ones wait only at their end. So all are over when the last one is.
+enum class Together : uint8_t { Alone, First, Later };
+
 #ifdef __CUDACC__
 
 __device__ __forceinline__ void waitForPrevious() {
@@ -35,6 +40,19 @@ __device__ __forceinline__ void allowNext() {
 #if __CUDA_ARCH__ >= 900
     cudaTriggerProgrammaticLaunchCompletion();
 #endif
+}
+
+// What a kernel that takes part in it calls at its beginning (instead of allowNext()), before it reads its inputs, and
+// when it has written all of its outputs (instead of waitForPrevious()).
+__device__ __forceinline__ void beginTogether(Together order) {
+    if (order != Together::First) allowNext();
+}
+__device__ __forceinline__ void awaitTogether(Together order) {
+    if (order != Together::Later) waitForPrevious();
+    if (order == Together::First) allowNext();
+}
+__device__ __forceinline__ void endTogether(Together order) {
+    if (order == Together::Later) waitForPrevious();
 }
 
 // `cluster` neighbouring blocks in a row of the grid form a cluster (kernels/delta/cluster.cuh); 1 means no clusters.

@@ -4,6 +4,9 @@
 //
 // Matrices of one type that read the same activations share a launch, because the beginning and the end of a launch are
 // a large part of its time at batch 1.
+#include <algorithm>
+#include <utility>
+
 #include "kernels/matvec/grouped.cuh"
 #include "kernels/matvec/mma/mma_product.cuh"
 #include "kernels/matvec/narrow/narrow.cuh"
@@ -71,15 +74,19 @@ static void launchDense(Stream& stream, DType type, Products& p) {
     });
 }
 
+// Whether launchDense makes one launch, whose inputs are all there when those of the launch before it are.
+static bool canBeTogether(const Stream& stream, DType type, int rows) {
+    return !isFloatType(type) && rows <= (usesMma(stream, type, rows) ? kNarrowRows : kPlainMatvecRows);
+}
+
 void matvec(Stream& stream, const MatvecInput& x, int rows, const std::vector<MatvecOutput>& outputs) {
     if (rows == 0) return;
     std::vector<bool> done(outputs.size());
-    bool arranged = false;
+    std::vector<std::pair<DType, Products>> launches;
     for (size_t first = 0; first < outputs.size(); ++first) {
         if (done[first]) continue;
         const Matrix& leader = outputs[first].w;
         Products p = productsOf(x, rows, leader.cols);
-        p.arranged = arranged;
         for (size_t i = first; i < outputs.size() && p.count < kMaxProducts; ++i) {
             if (done[i] || outputs[i].w.type != leader.type) continue;
             if (outputs[i].w.cols != leader.cols)
@@ -88,7 +95,16 @@ void matvec(Stream& stream, const MatvecInput& x, int rows, const std::vector<Ma
             if (outputs[i].w.rows > 0)
                 p.product[p.count++] = productOf(outputs[i].w, outputs[i].bias, outputs[i].y, outputs[i].stride);
         }
-        launchDense(stream, leader.type, p);
+        if (p.count > 0) launches.emplace_back(leader.type, p);
+    }
+    const bool together = launches.size() > 1 && std::all_of(launches.begin(), launches.end(), [&](const auto& one) {
+                              return canBeTogether(stream, one.first, rows);
+                          });
+    bool arranged = false;
+    for (auto& [type, p] : launches) {
+        p.arranged = arranged;
+        if (together) p.order = &p == &launches.front().second ? Together::First : Together::Later;
+        launchDense(stream, type, p);
         arranged = p.arranged;
     }
 }

@@ -32,6 +32,7 @@ struct Products {
     int32_t ahead = 0;   // units that a warp (floats) or each row of a wide tile prefetches
     bool add = false;
     bool arranged = false;  // x.quantized.wide is filled
+    Together order = Together::Alone;
     // Experts: pair p = blockIdx.y reads row p (rowPerPair) or p / used of x and writes row p of y. A pair with
     // chosen[p] < 0 is skipped.
     const int32_t* chosen = nullptr;
@@ -44,7 +45,7 @@ template <DType D, int T, bool kShared, bool kExperts>
 __global__ void __launch_bounds__(kMatvecThreads, minBlocks(D, T)) productKernel(const __grid_constant__ Products p) {
     extern __shared__ __align__(16) uint8_t shared[];
     using S = Steps<D>;
-    allowNext();
+    beginTogether(p.order);
     int index = 0;
     while (static_cast<int>(blockIdx.x) >= p.product[index].endBlock) ++index;
     const Product& w = p.product[index];
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(D, T)) productKernel
                             min(rows * units, static_cast<int64_t>(p.ahead)));
     };
     if (!kExperts) start();
-    waitForPrevious();
+    awaitTogether(p.order);
 
     int64_t inputRow = 0, outputRow = 0;
     if (kExperts) {
@@ -104,6 +105,7 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(D, T)) productKernel
             y[at] = p.add ? __fadd_rn(before, sum) : sum;
             if (p.add && at + 2 < end) before = y[at + 2];
         });
+    endTogether(p.order);
 }
 
 // The pairs of rows for each warp, and the warps of a block.

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
     extern __shared__ __align__(128) uint8_t staged[];
     constexpr DType kType = Tile::kType;
     constexpr int kRows = kMmaRows * Tile::kGroups;
-    allowNext();
+    beginTogether(p.order);
     const int columnTiles = (p.rows + Tile::kColumns - 1) / Tile::kColumns;
     const int rowBlock = static_cast<int>(blockIdx.x) / columnTiles;
     const int firstColumn = (static_cast<int>(blockIdx.x) - rowBlock * columnTiles) * Tile::kColumns;
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
     Tile tile(staged, p.cols, items, p.rows);
     tile.start(place);
     if (firstColumn == 0) fetchRowsAhead<Tile>(place, items, p.cols, p.ahead);
-    waitForPrevious();
+    awaitTogether(p.order);
 
     tile.run(
         p.x.quantized, place, [&](int, int column) { return min(firstColumn + column, p.rows - 1); },
@@ -47,6 +47,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
                 *y = p.add ? __fadd_rn(*y, sum) : sum;
             });
         });
+    endTogether(p.order);
 #endif
 }
 
