@@ -36,6 +36,39 @@ __device__ __forceinline__ uint2 loadWords2(const uint8_t* at) {
 __device__ __forceinline__ uint32_t loadWord(const uint8_t* at) { return __ldg(reinterpret_cast<const uint32_t*>(at)); }
 __device__ __forceinline__ uint32_t loadHalf(const uint8_t* at) { return __ldg(reinterpret_cast<const uint16_t*>(at)); }
 
+// The same from shared memory. Loads by address, so that their order is the program's.
+struct SharedBytes {
+    uint32_t at;
+    __device__ __forceinline__ SharedBytes operator+(int bytes) const { return {at + static_cast<uint32_t>(bytes)}; }
+};
+__device__ __forceinline__ uint4 loadWords4(SharedBytes from) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(from.at));
+    return v;
+}
+__device__ __forceinline__ uint2 loadWords2(SharedBytes from) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from.at));
+    return v;
+}
+__device__ __forceinline__ uint32_t loadWord(SharedBytes from) {
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from.at));
+    return v;
+}
+__device__ __forceinline__ uint32_t loadHalf(SharedBytes from) {
+    uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(from.at));
+    return v;
+}
+__device__ __forceinline__ uint32_t loadByte(SharedBytes from) {
+    uint32_t v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(from.at));
+    return v;
+}
+
 __device__ __forceinline__ float floatOfLowHalf(uint32_t word) {
     return __half2float(__ushort_as_half(static_cast<unsigned short>(word & 0xffffu)));
 }

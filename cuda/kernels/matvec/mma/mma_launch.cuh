@@ -53,9 +53,10 @@ struct MmaCall {
     bool canArrange;  // there is room for WideColumns
 };
 
-// Calls f(MmaShape<Tile>{}) with the tile for a call. Rare types have no kernels for two tiles of eight columns, no
-// resident and no wide ones. Devices with less shared memory have fewer tiles, and more blocks. sparePerColumn: bytes
-// of shared memory that the kernel takes besides the tile's.
+// Calls f(MmaShape<Tile>{}) with the tile for a call. Rare types, and rows that are no multiple of 256 elements, have
+// no rings of weights, and rare types no wide tiles. Activations stay in shared memory where they fit. Devices with
+// less shared memory have fewer tiles, and more blocks. sparePerColumn: bytes of shared memory that the kernel takes
+// besides the tile's.
 template <DType D, typename Count, typename F>
 void withMmaTile(const Stream& stream, const MmaCall& call, size_t sparePerColumn, const Count& count, F&& f) {
     const int rows = call.rows, cols = call.cols;
@@ -64,15 +65,18 @@ void withMmaTile(const Stream& stream, const MmaCall& call, size_t sparePerColum
         return bytes + static_cast<int64_t>(sparePerColumn) * columns <= most;
     };
     if constexpr (!isRareType(D)) {
-        using ResidentOne = MmaTile<D, 1, true>;
-        using Two = MmaTile<D, 2>;
-        using ResidentTwo = MmaTile<D, 2, true>;
-        // Also where there is room for only one of its blocks on a multiprocessor.
-        if (rows <= 8 && fits(ResidentOne::sharedBytes(cols), 8)) return f(MmaShape<ResidentOne>{});
+        using ResidentOne = MmaTile<D, 1, true, kRingSteps>;
+        using One = MmaTile<D, 1, false, kRingSteps>;
+        using ResidentTwo = MmaTile<D, 2, true, kRingSteps>;
+        using Two = MmaTile<D, 2, false, kRingSteps>;
         if (rows > kNarrowRows && call.canArrange && withWideTile<D>(stream, rows, cols, fits, count, f)) return;
-        if (rows > 8 && rows <= kNarrowRows && fits(ResidentTwo::sharedBytes(cols), 16))
-            return f(MmaShape<ResidentTwo>{});
-        if (rows > 8 && fits(Two::sharedBytes(cols), 16)) return f(MmaShape<Two>{});
+        if (cols % kRingElements == 0) {
+            if (rows > 8 && rows <= kNarrowRows && fits(ResidentTwo::sharedBytes(cols), 16))
+                return f(MmaShape<ResidentTwo>{});
+            if (rows > 8 && fits(Two::sharedBytes(cols), 16)) return f(MmaShape<Two>{});
+            if (rows <= 8 && fits(ResidentOne::sharedBytes(cols), 8)) return f(MmaShape<ResidentOne>{});
+            if (fits(One::sharedBytes(cols), 8)) return f(MmaShape<One>{});
+        }
     } else {
         using Four = MmaTile<D, 4>;
         if (rows > 8 && fits(Four::sharedBytes(cols), 32)) return f(MmaShape<Four>{});

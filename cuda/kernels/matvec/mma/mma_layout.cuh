@@ -2,12 +2,9 @@
 // mma_tile.cuh for what the words mean.
 #pragma once
 
-#include "kernels/matvec/mma/mma_instructions.cuh"
+#include "kernels/matvec/mma/weight_ring.cuh"
 
 namespace sharpi::cuda {
-
-constexpr int kMmaRows = 16;    // weight rows of a tile
-constexpr int kMmaColumns = 8;  // rows of activations of a tile
 
 // --- a type's numbers -----------------------------------------------------------------------------------------------
 
@@ -72,19 +69,23 @@ template <DType D> struct MmaNumbers {
     // Codes as signed bytes: minus the offset. Codes are below 64, so no byte carries into the next.
     static __device__ __forceinline__ void codes(const typename F::Raw& raw, uint32_t (&q)[8]) {
         F::codes(raw, q);
-        if constexpr (F::kOffset != 0) {
 #pragma unroll
-            for (int k = 0; k < 8; ++k) q[k] = (q[k] + (128u - F::kOffset) * 0x01010101u) ^ 0x80808080u;
-        }
+        for (int k = 0; k < 8; ++k) q[k] = signedCodes(q[k]);
+    }
+    static __device__ __forceinline__ uint32_t signedCodes(uint32_t q) {
+        return F::kOffset != 0 ? (q + (128u - F::kOffset) * 0x01010101u) ^ 0x80808080u : q;
     }
 };
 
 // --- the layout -----------------------------------------------------------------------------------------------------
 
 // How a thread block of MmaTile shares out its work and its shared memory. kTiles: tiles of 8 columns. The more there
-// are, the fewer accumulators a warp can have for each value. isResident: all activations stay in shared memory.
-template <DType D, int kTiles, bool isResident> struct MmaLayout {
+// are, the fewer accumulators a warp can have for each value. isResident: all activations stay in shared memory. ahead:
+// the steps of weights in a warp's ring, or 0 if weights come through registers.
+template <DType D, int kTiles, bool isResident, int ahead> struct MmaLayout {
     using Numbers = MmaNumbers<D>;
+    static constexpr int kAhead = ahead;
+    static constexpr bool kHasRing = ahead > 0;
     static constexpr int kBlocks = kTiles == 1 ? 8 : 4;
     static constexpr int kSlices = kContractAccumulators / kBlocks;
     // Block j of a slice is number blockAt(j) of the 32 of a step. With four tiles, the sums of 32 accumulators take
@@ -101,10 +102,10 @@ template <DType D, int kTiles, bool isResident> struct MmaLayout {
     static constexpr int kThreads = 32 * kWarps;
     static constexpr int kMinBlocks = kTiles == 1 ? 2 : 1;  // of a multiprocessor
     static constexpr int kColumns = kMmaColumns * kTiles;
-    // The sums of an item are joined in rounds of at most two tiles, to save shared memory.
-    static constexpr int kRoundTiles = kTiles == 1 ? 1 : 2;
-    static constexpr int kRounds = kTiles / kRoundTiles;
-    static_assert(kRounds * kRoundTiles == kTiles);
+    // The sums of an item are joined in rounds, to save shared memory. A lane has four values of a tile.
+    static constexpr int kRoundValues = kTiles == 1 ? (kHasRing ? 2 : 4) : 8;
+    static constexpr int kRounds = kTiles * 4 / kRoundValues;
+    static_assert(kRounds * kRoundValues == kTiles * 4);
 
     static constexpr int kUnits = kMmaRows * kBlocks / 32;  // blocks that a lane loads in a step
     static constexpr int kTeam = 32 * kGroups / kOwn;
@@ -113,10 +114,16 @@ template <DType D, int kTiles, bool isResident> struct MmaLayout {
     static constexpr int kRowBytes = kBlocks * 32;
     // Numbers of block j: those of all rows. The gap keeps the lanes that write in different banks.
     static constexpr int kNumberBytes = (kMmaRows * Numbers::kFields + 4) * 4;
-    static constexpr int kCodeBytes = kMmaRows * kRowBytes;
+    static constexpr int kCodeBytes = kHasRing ? 0 : kMmaRows * kRowBytes;
     static constexpr int kStagedBytes = kCodeBytes + kBlocks * kNumberBytes;
-    static constexpr int kSumBytes = kRoundTiles * 4 * kNeighbours * 32 * 4;  // what a warp has added up in a round
+    static constexpr int kSumBytes = kRoundValues * kNeighbours * 32 * 4;  // what a warp has added up in a round
     static constexpr int kWarpBytes = ((kStagedBytes > kSumBytes ? kStagedBytes : kSumBytes) + 127) / 128 * 128;
+    using Ring = WeightRing<D, kBlocks, kOwn>;
+    static constexpr int ringBytes() {
+        if constexpr (kHasRing) return (ahead * Ring::kBytes + 127) / 128 * 128;
+        else return 0;
+    }
+    static constexpr int kRingBytes = ringBytes();  // of a warp
     static constexpr int kTileBytes = kMmaColumns * kRowBytes;
     static constexpr int kEndBytes = kMmaColumns * Numbers::kColumnFields * 4;  // of a block of 8 columns
     static constexpr int kStageBytes = kTiles * (kTileBytes + kBlocks * kEndBytes);
@@ -132,13 +139,13 @@ template <DType D, int kTiles, bool isResident> struct MmaLayout {
     static_assert(kStageBytes % 128 == 0);
 
     // A copy takes longer than a step. Four tiles leave room for three stages.
-    static constexpr int kStages = kTiles == 4 ? 3 : 4;
+    static constexpr int kStages = kHasRing ? ahead + 1 : kTiles == 4 ? 3 : 4;
 
     static __host__ __device__ constexpr int stages(int cols) {
         return kResident ? (cols / kContractBlock + kContractAccumulators - 1) / kContractAccumulators : kStages;
     }
     static constexpr int64_t sharedBytes(int cols) {
-        return kGroups * kSlices * kWarpBytes + int64_t{kSlices} * kStageBytes * stages(cols);
+        return kGroups * kSlices * kWarpBytes + kWarps * kRingBytes + int64_t{kSlices} * kStageBytes * stages(cols);
     }
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }

@@ -12,7 +12,9 @@
 // each adds up the rest of some values, all by the contract's tree. A warp has kOwn groups. The warps of one slice form
 // a *team*, because they read the same blocks of the activations:
 //
-// - Weights: a lane loads a few blocks as Format<D> defines, one step ahead, in registers. It unpacks them and writes
+// - Weights: a warp copies the blocks of its rows to a ring in its own shared memory, a step or more ahead
+//   (weight_ring.cuh). A lane reads codes there as fragments, and writes the blocks' float scales beside them. Without
+//   a ring, a lane loads a few blocks as Format<D> defines, one step ahead, in registers. It unpacks them and writes
 //   signed bytes and float scales to the warp's own shared memory, which ldmatrix reads as fragments.
 // - Activations: a team copies the blocks of all columns to its stages in shared memory. The layout of QuantizedRows is
 //   already what ldmatrix needs. If the stages of all steps fit (a *resident* tile), the team copies everything once,
@@ -33,15 +35,14 @@
 
 namespace sharpi::cuda {
 
-// 16 rows of a matrix from `row` on. Those past `last` repeat it: they are computed, and nobody asks for their sums.
-template <DType D> struct MmaRows {
-    typename Steps<D>::Base base;
-    int row, last;
-};
-
-// A resident tile's items all have the columns of the first.
-template <DType D, int kTiles, bool isResident = false> class MmaTile : MmaLayout<D, kTiles, isResident> {
-    using Layout = MmaLayout<D, kTiles, isResident>;
+// A resident tile's items all have the columns of the first. ahead: the steps of the ring; 0 means none.
+template <DType D, int kTiles, bool isResident = false, int ahead = 0>
+class MmaTile : MmaLayout<D, kTiles, isResident, ahead> {
+    using Layout = MmaLayout<D, kTiles, isResident, ahead>;
+    using Layout::kAhead;
+    using Layout::kRingBytes;
+    using Layout::kRoundValues;
+    using typename Layout::Ring;
     using F = Format<D>;
     using Raw = typename F::Raw;
     using Layout::block;
@@ -85,7 +86,6 @@ public:
     using Layout::kPairs;
     using Layout::kResident;
     using Layout::kRounds;
-    using Layout::kRoundTiles;
     using Layout::kSlices;
     using Layout::kThreads;
     using Layout::lane;
@@ -103,7 +103,9 @@ public:
         const int l = lane(), m = member();
         _staged = _shared + (group() * kSlices + slice()) * kWarpBytes;
         _unpacked = _staged + chunkOffset(rowOfPair(0), 0, block());
-        const uint32_t columns = _shared + kGroups * kSlices * kWarpBytes + slice() * stages(cols) * kStageBytes;
+        _ring = _shared + kGroups * kSlices * kWarpBytes + warp() * kRingBytes;
+        const uint32_t columns =
+            _shared + kGroups * kSlices * kWarpBytes + kWarps * kRingBytes + slice() * stages(cols) * kStageBytes;
         _copied = columns + chunkOffset(m / (2 * kBlocks), m / kBlocks % 2, m % kBlocks);
         _copiedEnd = columns + endOffset(m / kBlocks, m % kBlocks);
         // B's four matrices: both halves of a block, of two blocks or of two tiles.
@@ -121,7 +123,13 @@ public:
     template <typename Place> __device__ __forceinline__ void start(const Place& place) {
         if (_items <= 0 || _steps == 0) return;
         findRows(place, 0);
-        fetch(place);
+        if constexpr (kAhead > 0) {
+            findCopied(place);
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) copyWeights(place);
+        } else {
+            fetch(place);
+        }
     }
 
     // rowOf(item, column) is the row of x that is a column of an item; every column needs a valid one, whether it is
@@ -134,14 +142,20 @@ public:
             if (_items > 0) copyAllColumns(x);
         } else {
 #pragma unroll
-            for (int ahead = 1; ahead < kStages; ++ahead) copyNext(x, rowOf);
+            for (int i = 1; i < kStages; ++i) copyNext(x, rowOf);
         }
         int stage = 0;  // bytes
         for (int item = 0; item < _items; ++item) {
             float acc[kOwn][kTiles][kBlocks][4] = {};
+            if (kAhead > 0 && item > 0) findRows(place, item);
             for (int step = 0; step < _steps; ++step) {
-                unpack(step);
-                fetch(place);
+                if constexpr (kAhead > 0) {
+                    awaitStep(item, step);
+                    writeNumbers(step);
+                } else {
+                    unpack(step);
+                    fetch(place);
+                }
                 if constexpr (kResident) {
                     if (item == 0) finishColumns(stage, step);
                     else __syncwarp();  // the unpacked weights are written
@@ -152,6 +166,7 @@ public:
                 }
                 multiply(stage, acc);
                 __syncwarp();  // before the staged weights are overwritten
+                if constexpr (kAhead > 0) copyWeights(place);
                 stage = kResident ? stage + kStageBytes : nextStage(stage);
             }
             if (kResident) stage = 0;
@@ -182,13 +197,13 @@ private:
     // Calls f(group, row, column, value) for this thread's share of the first kVisited groups. sumOf() takes `value`.
     template <int kVisited, typename Visit>
     static __device__ __forceinline__ void forValues(int round, const Visit& f) {
-        constexpr int kValues = kRoundTiles * 4, kAll = kValues * kVisited;
+        constexpr int kAll = kRoundValues * kVisited;
 #pragma unroll
         for (int i = 0; i < (kAll + kWarps - 1) / kWarps; ++i) {
             const int n = i * kWarps + warp();
             if (kAll % kWarps != 0 && n >= kAll) return;
-            const int value = n % kValues, tile = round * kRoundTiles + value / 4;
-            f(n / kValues, lane() / 4 + value % 4 / 2 * 8, tile * kMmaColumns + lane() % 4 * 2 + value % 2, value);
+            const int value = n % kRoundValues, of = round * kRoundValues + value;
+            f(n / kRoundValues, lane() / 4 + of % 4 / 2 * 8, of / 4 * kMmaColumns + lane() % 4 * 2 + of % 2, value);
         }
     }
     // The finished sum of this row and column in any group.
@@ -263,6 +278,62 @@ private:
         }
     }
 
+    // --- weights in the ring
+
+    template <typename Place> __device__ __forceinline__ void findCopied(const Place& place) {
+        if (_nextItem >= _items) return;
+#pragma unroll
+        for (int own = 0; own < kOwn; ++own) _copiedRows[own] = place(_nextItem, group() + own);
+    }
+    // Begins the copies of the step that is kAhead behind the one in the slot.
+    template <typename Place> __device__ __forceinline__ void copyWeights(const Place& place) {
+        if (_nextItem < _items) {
+            const int first = _nextStep * kContractAccumulators + blockAt(slice(), 0);
+            if (first < _units) Ring::copy(_ring + _slot, _copiedRows, _units, first);
+            if (++_nextStep == _steps) {
+                _nextStep = 0;
+                ++_nextItem;
+                findCopied(place);
+            }
+        }
+        closeCopies();
+        _slot = _slot == (kAhead - 1) * Ring::kBytes ? 0 : _slot + Ring::kBytes;
+    }
+    // Waits for the copies of a step: its weights, and the thread's part of its columns. Those of the first kAhead
+    // steps' weights are the first groups. Behind them come two groups of a resident tile's columns, or kAhead steps of
+    // columns one by one. From then on, each step closes one group of columns, unless they are resident, and one of
+    // weights.
+    __device__ __forceinline__ void awaitStep(int item, int step) const {
+        const int past = item * _steps + step;
+        if constexpr (kResident) {
+            if (past < 2) waitForCopies<1>();
+            else waitForCopies<kAhead - 1>();
+        } else {
+            static_assert(kAhead == 0 || kAhead == kStages - 1);
+            if (past < kAhead) waitForCopies<kAhead - 1>();
+            else waitForCopies<2 * kAhead - 2>();
+        }
+        __syncwarp();
+    }
+    // Writes the factors of the blocks in the slot to shared memory. Those past the row's end get 0, which adds
+    // nothing.
+    __device__ __forceinline__ void writeNumbers(int step) {
+        const int at = blockAt(slice(), block()), first = step * kContractAccumulators + blockAt(slice(), 0);
+#pragma unroll
+        for (int own = 0; own < kOwn; ++own) {
+            const uint32_t to =
+                _staged + own * kGroupBytes + block() * kNumberBytes + rowOfPair(0) * Numbers::kFields * 4;
+#pragma unroll
+            for (int i = 0; i < kUnits; ++i) {
+                const auto planes =
+                    Ring::at(_ring + _slot, own * kMmaRows + rowOfPair(i), block(), _first[own][i] + first);
+                BlockFactors factors = blockFactors<D>(floatScales<D>(loadScales<D>(planes, at % 8), at % 8));
+                if (first >= _units) factors = {};
+                Numbers::write(to + i * (32 / kBlocks) * Numbers::kFields * 4, factors);
+            }
+        }
+    }
+
     // --- activations
 
     template <typename RowOf> __device__ __forceinline__ void findColumns(int item, const RowOf& rowOf) {
@@ -304,8 +375,12 @@ private:
     }
     // Waits for the team's copies. In a resident tile, those of the first step are a group, and all others another one.
     __device__ __forceinline__ void finishColumns(int stage, int step) const {
-        if (kResident && step > 0) waitForCopies<0>();
-        else waitForCopies<kResident ? 1 : kStages - 2>();
+        if (kAhead > 0) {  // awaitStep() has waited
+        } else if (kResident && step > 0) {
+            waitForCopies<0>();
+        } else {
+            waitForCopies<kResident ? 1 : kStages - 2>();
+        }
         scaleSums(stage);
         meet<kTeam>(1 + slice());
     }
@@ -379,11 +454,18 @@ private:
         for (int own = 0; own < kOwn; ++own)
 #pragma unroll
             for (int k = 0; k < kPairBlocks; ++k) {
-                loadFragments(w[own].a[k], (codesAt ^ (first + k) * 16) + own * kGroupBytes);
+                if constexpr (kAhead == 0) loadFragments(w[own].a[k], (codesAt ^ (first + k) * 16) + own * kGroupBytes);
 #pragma unroll
-                for (int r = 0; r < 2; ++r)
+                for (int r = 0; r < 2; ++r) {
+                    if constexpr (kAhead > 0) {
+                        const auto planes = Ring::at(_ring + _slot, own * kMmaRows + r * 8 + l / 4, first + k, 0);
+                        const auto words = CodeWords<D>::load(planes, l % 4);
+                        w[own].a[k][r] = Numbers::signedCodes(words.low);
+                        w[own].a[k][2 + r] = Numbers::signedCodes(words.high);
+                    }
                     w[own].rows[k][r] = Numbers::read(numbersAt + own * kGroupBytes + (first + k) * kNumberBytes +
                                                       r * 8 * Numbers::kFields * 4);
+                }
             }
     }
     __device__ __forceinline__ void loadColumns(int stage, int first, int tile, ColumnFragment& x) const {
@@ -418,8 +500,8 @@ private:
 #pragma unroll
         for (int own = 0; own < kOwn; ++own)
 #pragma unroll
-            for (int value = 0; value < kRoundTiles * 4; ++value) {
-                const int n = round * kRoundTiles + value / 4, c = value % 4;
+            for (int value = 0; value < kRoundValues; ++value) {
+                const int of = round * kRoundValues + value, n = of / 4, c = of % 4;
                 float v[kBlocks];
 #pragma unroll
                 for (int j = 0; j < kBlocks; ++j) v[j] = acc[own][n][j][c];
@@ -441,6 +523,8 @@ private:
     uint32_t _staged;                               // the warp's own shared memory
     uint32_t _unpacked;                             // where the lane writes its first block's codes
     uint32_t _copied, _copiedEnd, _columns, _ends;  // in the first stage: what the thread copies, and what it reads
+    uint32_t _ring, _slot = 0;                      // the slot of the step that is multiplied: bytes
+    MmaRows<D> _copiedRows[kOwn];
     typename Weights::Base _base[kOwn];
     Raw _raw[kOwn][kUnits];
     uint32_t _first[kOwn][kUnits];  // the first blocks of the lane's rows
