@@ -375,6 +375,51 @@ TEST_F(MatvecTest, ManyOutputsInOneCall) {
     }
 }
 
+// Products by several types overlap (Together), and still come after what made their input, and before what reads any
+// of their outputs. A small matrix behind a large one is done before it.
+TEST_F(MatvecTest, ProductsOfSeveralTypesKeepTheirPlaceAmongKernels) {
+    constexpr int64_t kCols = 4096, kRounds = 20;
+    const std::vector<Weights> w = [&] {
+        std::vector<Weights> made;
+        made.push_back(weights(DType::Q4_K, 4096, kCols));
+        made.push_back(weights(DType::Q6_K, 64, kCols));
+        made.push_back(weights(DType::Q8_0, 32, kCols));
+        return made;
+    }();
+    for (const int64_t rows : {1, 8, 16}) {
+        SCOPED_TRACE(rows);
+        const Inputs in[] = {inputs(rows, kCols, false), inputs(rows, kCols, false)};
+        const Inputs made = inputs(rows, kCols, false);
+        const DeviceArray<float> x[] = {DeviceArray<float>(in[0].x), DeviceArray<float>(in[1].x)};
+        std::vector<std::unique_ptr<DeviceArray<float>>> y, copies;
+        std::vector<MatvecOutput> outputs;
+        for (const Weights& one : w) {
+            y.push_back(std::make_unique<DeviceArray<float>>(static_cast<size_t>(rows * one.rows)));
+            outputs.push_back({one.device(), nullptr, y.back()->get()});
+        }
+        for (int64_t round = 0; round < kRounds; ++round) {
+            RowOutputs quantized;
+            quantized.quantized = made.input().quantized;
+            convertRows(stream(), x[round % 2].get(), rows, kCols, quantized);
+            matvec(stream(), made.input(), static_cast<int>(rows), outputs);
+            for (size_t i = 0; i < w.size(); ++i) {
+                copies.push_back(std::make_unique<DeviceArray<float>>(static_cast<size_t>(rows * w[i].rows)));
+                RowOutputs floats;
+                floats.floats = copies.back()->get();
+                convertRows(stream(), y[i]->get(), rows, w[i].rows, floats);
+            }
+        }
+        for (size_t i = 0; i < w.size(); ++i) {
+            SCOPED_TRACE(i);
+            const std::vector<float> expected[] = {product(w[i].host(), in[0].x, rows),
+                                                   product(w[i].host(), in[1].x, rows)};
+            for (int64_t round = 0; round < kRounds; ++round)
+                ASSERT_TRUE(sameBits(expected[round % 2], copies[static_cast<size_t>(round) * w.size() + i]->read()))
+                    << "round " << round;
+        }
+    }
+}
+
 TEST_F(MatvecTest, AddingHasTheCpusBits) {
     for (const DType type : allTypes()) {
         SCOPED_TRACE(info(type).name);
