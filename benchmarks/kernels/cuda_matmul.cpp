@@ -1,11 +1,12 @@
 // Measures prefill's matrix products on the GPU by shape: those of Qwen3-8B, SmolLM2-1.7B and Qwen3-30B-A3B for 2,048
-// rows, and the experts of the last with 8 of 128 for each row, chosen at random. It takes no arguments.
-// "of limit": relative to 790 TFLOP/s, which bf16 products of 8192 x 8192 reach on an H200. The weights take turns in
-// more memory than the second-level cache holds.
+// rows, and the experts of the last with 8 of 128 for each row, chosen at random. Then the products of Qwen3-8B for
+// short prompts; with the argument "short", these alone. "of limit": relative to 790 TFLOP/s, which bf16 products of
+// 8192 x 8192 reach on an H200. The weights take turns in more memory than the second-level cache holds.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <cstdio>
+#include <cstring>
 #include <numeric>
 #include <random>
 #include <stdexcept>
@@ -68,24 +69,38 @@ template <typename Launch> double milliseconds(Stream& stream, const Launch& run
 void report(const char* name, DType type, int64_t outputs, int64_t cols, int64_t rows, double ms) {
     const double speed =
         2.0 * static_cast<double>(outputs) * static_cast<double>(cols) * static_cast<double>(rows) / (ms * 1e-3);
-    std::printf("%-28s %-5s %6d x %5d  %8.4f ms  %6.1f TFLOP/s  %5.1f %% of limit\n", name, info(type).name,
-                static_cast<int>(outputs), static_cast<int>(cols), ms, speed / 1e12, 100 * speed / kLimit);
+    std::printf("%-28s %-5s %6d x %5d  %5d rows  %8.4f ms  %6.1f TFLOP/s  %5.1f %% of limit\n", name, info(type).name,
+                static_cast<int>(outputs), static_cast<int>(cols), static_cast<int>(rows), ms, speed / 1e12,
+                100 * speed / kLimit);
     std::fflush(stdout);
 }
 
-void dense(Stream& stream, const char* name, DType type, int64_t outputs, int64_t cols, int64_t rows = kRows) {
+void dense(Stream& stream, const char* name, DType type, int64_t outputs, int64_t cols,
+           const std::vector<int64_t>& eachRows = {kRows}) {
     const size_t bytes = packedBytes(type, outputs, cols), copies = kRotation / bytes + 1;
     uint8_t* weights = randomWeights(bytes * copies);
-    const HalfRows x = randomRows(rows, cols);
-    float* y = onDevice(std::vector<float>(static_cast<size_t>(rows * outputs)));
-    const double ms = milliseconds(stream, [&](int run) {
-        const Matrix w{type, outputs, cols, weights + bytes * (static_cast<size_t>(run) % copies)};
-        matmul(stream, w, x, rows, nullptr, y, Store::Write);
-    });
-    report(name, type, outputs, cols, rows, ms);
+    for (const int64_t rows : eachRows) {
+        const HalfRows x = randomRows(rows, cols);
+        float* y = onDevice(std::vector<float>(static_cast<size_t>(rows * outputs)));
+        const double ms = milliseconds(stream, [&](int run) {
+            const Matrix w{type, outputs, cols, weights + bytes * (static_cast<size_t>(run) % copies)};
+            matmul(stream, w, x, rows, nullptr, y, Store::Write);
+        });
+        report(name, type, outputs, cols, rows, ms);
+        require(cudaFree(x.hi));
+        require(cudaFree(y));
+    }
     require(cudaFree(weights));
-    require(cudaFree(x.hi));
-    require(cudaFree(y));
+}
+
+void shortPrompts(Stream& stream) {
+    const std::vector<int64_t> rows = {16, 17, 64, 128, 256, 512, 1024};
+    for (const DType type : {DType::Q4_K, DType::Q6_K}) {
+        dense(stream, "qwen3-8b q, o", type, 4096, 4096, rows);
+        dense(stream, "qwen3-8b k, v", type, 1024, 4096, rows);
+        dense(stream, "qwen3-8b gate, up", type, 12288, 4096, rows);
+        dense(stream, "qwen3-8b down", type, 4096, 12288, rows);
+    }
 }
 
 // Each row goes to `used` different experts.
@@ -135,9 +150,13 @@ void expertProducts(Stream& stream, const char* name, DType type, int64_t output
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
     Stream stream(findDevice(0));
-    std::printf("%s, %d rows\n", stream.device().name.c_str(), static_cast<int>(kRows));
+    std::printf("%s\n", stream.device().name.c_str());
+    if (argc > 1 && std::strcmp(argv[1], "short") == 0) {
+        shortPrompts(stream);
+        return 0;
+    }
     for (const DType type : {DType::Q4_K, DType::Q6_K}) {
         dense(stream, "qwen3-8b q, o", type, 4096, 4096);
         dense(stream, "qwen3-8b k, v", type, 1024, 4096);
@@ -156,10 +175,6 @@ int main() {
          {DType::Q8_0, DType::Q5_K, DType::Q3_K, DType::Q2_K, DType::IQ4_XS, DType::MXFP4, DType::IQ2_XXS,
           DType::IQ3_XXS, DType::IQ3_S, DType::IQ1_M, DType::NVFP4, DType::BF16, DType::F16, DType::F32})
         dense(stream, "other types", type, 4096, 4096);
-    for (const int64_t rows : {16, 64, 256, 512}) {
-        std::printf("%d rows:\n", static_cast<int>(rows));
-        dense(stream, "qwen3-8b gate, up", DType::Q4_K, 12288, 4096, rows);
-        dense(stream, "qwen3-8b q, o", DType::Q4_K, 4096, 4096, rows);
-    }
+    shortPrompts(stream);
     return 0;
 }

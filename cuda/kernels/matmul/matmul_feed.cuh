@@ -1,7 +1,7 @@
 // Fills the tiles of the matrix product in shared memory (see matmul_kernel.cuh). RowFeed copies activations, and the
 // weight feeds expand packed weights to the operands' type. A weight passes through registers: fetch() starts its
-// loads. Half a step later they have arrived, hidden behind the tensor cores' work, and store() expands the weight into
-// the tile that the next step multiplies.
+// loads. When they have arrived, hidden behind the tensor cores' work, store() expands the weight into the tile that
+// the next step multiplies.
 //
 // The whole kernel's speed depends on the expansion, since each weight is expanded once for every 64 or 128 rows of x.
 // A code below 128 becomes a float by one byte permutation: 0x43cc0000 is 128 + cc. One fma turns that into the value;
@@ -31,10 +31,11 @@ struct HeadRowsOfCall {
     int32_t rowsOfHead = 0;        // of the whole
     int32_t first = 0, count = 1;  // the heads of the part
     int64_t stride = 0;            // from a head's outputs to the next one's
-    // Tiles of tileN rows that a head, or a matrix without heads, has; and the grid's last dimension.
-    int64_t tiles(const PackedShape& shape, int64_t tileN) const {
-        return ((heads ? std::min<int64_t>(rowsOfHead, shape.rows) : shape.rows) + tileN - 1) / tileN;
+    // Rows that a head, or a matrix without heads, has; tiles of tileN of them; and the grid's last dimension.
+    int64_t rowsOf(const PackedShape& shape) const {
+        return heads ? std::min<int64_t>(rowsOfHead, shape.rows) : shape.rows;
     }
+    int64_t tiles(const PackedShape& shape, int64_t tileN) const { return (rowsOf(shape) + tileN - 1) / tileN; }
     unsigned grids() const { return static_cast<unsigned>(count); }
 };
 
@@ -143,6 +144,7 @@ private:
 // --- weights -----------------------------------------------------------------------------------------------------
 
 // A step of kTileN rows is fetched and stored in kWeightParts parts. Rows past the matrix's last one repeat it.
+// `thread` is the number of the caller among the kThreads threads that share the step's work.
 template <int kThreads, int kTileN> constexpr int kWeightParts = kTileN * 2 / kThreads;
 
 // Expands one word of codes into two packed pairs: scale * code + addend (see the top of the file).
@@ -258,26 +260,28 @@ private:
 // their loads share memory sectors.
 template <DType T, int kThreads, int kTileN> class QuantizedFeed {
 public:
-    __device__ __forceinline__ QuantizedFeed(const MatmulCall& call, const uint8_t* w, int64_t firstRow)
+    using Loaded = LoadedBlock<T>;
+
+    __device__ __forceinline__ QuantizedFeed(const MatmulCall& call, const uint8_t* w, int64_t firstRow, int thread)
         : _w(w),
           _type(call.type),
           _shape(call.shape),
           _blocks(static_cast<int>(call.shape.cols / 32)),
-          _block(static_cast<int>(threadIdx.x) % 2),
-          _row(static_cast<int>(threadIdx.x) / 2),
+          _block(thread % 2),
+          _row(thread / 2),
           _firstRow(static_cast<int>(firstRow)),
           _lastRow(static_cast<int>(call.shape.rows) - 1) {}
 
-    __device__ __forceinline__ void fetch(const Step& step, int part, bool) {
+    __device__ __forceinline__ void fetch(Loaded& to, const Step& step, int part, bool) const {
         const int row = min(_firstRow + rowOf(part), _lastRow), block = min(step.k * 2 + _block, _blocks - 1);
-        _loaded.load(_type, _w, _shape, static_cast<int64_t>(row) * _blocks + block);
+        to.load(_type, _w, _shape, static_cast<int64_t>(row) * _blocks + block);
     }
 
-    __device__ __forceinline__ void store(uint32_t tile, const Step& step, int part) const {
+    __device__ __forceinline__ void store(const Loaded& from, uint32_t tile, const Step& step, int part) const {
         const int block = step.k * 2 + _block, row = rowOf(part);
         // The last step may have only one block.
-        _loaded.store(_type, block & 7, block < _blocks,
-                      {tile + static_cast<uint32_t>(row * kTileRowBytes), row & 7, _block});
+        from.store(_type, block & 7, block < _blocks,
+                   {tile + static_cast<uint32_t>(row * kTileRowBytes), row & 7, _block});
     }
 
 private:
@@ -287,7 +291,6 @@ private:
     DType _type;
     const PackedShape& _shape;
     int _blocks, _block, _row, _firstRow, _lastRow;
-    LoadedBlock<T> _loaded;
 };
 
 // Feeds float weights, whose rows are as in the file. Eight neighbouring threads share a row's step, with 8 elements
@@ -296,15 +299,19 @@ template <DType T, bool kSplit, int kThreads, int kTileN> class FloatFeed {
     static constexpr int kElementBytes = T == DType::F32 ? 4 : 2, kWords = 8 * kElementBytes / 16, kChunks = 4;
 
 public:
-    __device__ __forceinline__ FloatFeed(const MatmulCall& call, const uint8_t* w, int64_t firstRow)
+    struct Loaded {
+        uint4 raw[kChunks][kWords];
+    };
+
+    __device__ __forceinline__ FloatFeed(const MatmulCall& call, const uint8_t* w, int64_t firstRow, int thread)
         : _w(w),
           _rows(call.shape.rows),
           _cols(call.shape.cols),
           _firstRow(firstRow),
-          _row(static_cast<int>(threadIdx.x) / kRowChunks),
-          _chunk(static_cast<int>(threadIdx.x) % kRowChunks) {}
+          _row(thread / kRowChunks),
+          _chunk(thread % kRowChunks) {}
 
-    __device__ __forceinline__ void fetch(const Step& step, int part, bool aligned) {
+    __device__ __forceinline__ void fetch(Loaded& to, const Step& step, int part, bool aligned) const {
         const int64_t k = static_cast<int64_t>(step.k) * kTileDepth + _chunk * 8;
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
@@ -313,23 +320,25 @@ public:
             if (aligned) {
 #pragma unroll
                 for (int word = 0; word < kWords; ++word)
-                    _raw[i][word] = k < _cols ? __ldg(reinterpret_cast<const uint4*>(from) + word) : uint4{0, 0, 0, 0};
+                    to.raw[i][word] =
+                        k < _cols ? __ldg(reinterpret_cast<const uint4*>(from) + word) : uint4{0, 0, 0, 0};
             } else {
                 const int valid = k < _cols ? static_cast<int>(min(_cols - k, int64_t{8})) * (kElementBytes / 2) : 0;
 #pragma unroll
                 for (int word = 0; word < kWords; ++word)
-                    _raw[i][word] = loadElements(reinterpret_cast<const uint16_t*>(from) + word * 8, valid - word * 8);
+                    to.raw[i][word] =
+                        loadElements(reinterpret_cast<const uint16_t*>(from) + word * 8, valid - word * 8);
             }
         }
     }
 
-    __device__ __forceinline__ void store(uint32_t tile, const Step& step, int part) const {
+    __device__ __forceinline__ void store(const Loaded& from, uint32_t tile, const Step& step, int part) const {
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
             uint32_t pair[4];
 #pragma unroll
             for (int p = 0; p < 4; ++p) {
-                const float2 value = valuesOf(_raw[i], p);
+                const float2 value = valuesOf(from.raw[i], p);
                 pair[p] = packPair(value.x, value.y);
                 if (!kSplit || !step.lowW) continue;
                 const float2 high = unpackPair(pair[p]);
@@ -360,7 +369,6 @@ private:
     const uint8_t* _w;
     int64_t _rows, _cols, _firstRow;
     int _row, _chunk;
-    uint4 _raw[kChunks][kWords];
 };
 
 template <DType T, bool kSplit, int kThreads, int kTileN, bool kFloat = kIsFloat<T>> struct WeightFeedOf {

@@ -201,13 +201,15 @@ __global__ void __launch_bounds__(kWarpsT * kWarpsN * 32, 8 / (kWarpsT * kWarpsN
               steps = stepsPerPass * call.passes.count;
     const auto at = [&](int step) { return stepAt<kSplit>(call, step, stepsPerPass); };
 
-    typename WeightFeedOf<T, kSplit, kThreads, Layout::kTileN>::Type weights(call, place.w, place.firstRow);
+    using Feed = typename WeightFeedOf<T, kSplit, kThreads, Layout::kTileN>::Type;
+    const Feed weights(call, place.w, place.firstRow, static_cast<int>(threadIdx.x));
+    typename Feed::Loaded loaded;
 #pragma unroll kUnroll
     for (int part = 0; part < kParts; ++part) {
-        weights.fetch(at(0), part, call.aligned);
-        weights.store(tiles.w(0), at(0), part);
+        weights.fetch(loaded, at(0), part, call.aligned);
+        weights.store(loaded, tiles.w(0), at(0), part);
     }
-    if (steps > 1) weights.fetch(at(1), 0, call.aligned);
+    if (steps > 1) weights.fetch(loaded, at(1), 0, call.aligned);
 
     waitForPrevious();
     const RowFeed<kThreads, Layout::kTileT, kIsFloat<T>> rows(call, place);
@@ -232,9 +234,9 @@ __global__ void __launch_bounds__(kWarpsT * kWarpsN * 32, 8 / (kWarpsT * kWarpsN
             const int part = k / kEvery;
             const bool isLast = part + 1 == kParts;
             if (k % kEvery == 0 && step + 1 < steps) {
-                weights.store(tiles.w(step + 1), at(step + 1), part);
+                weights.store(loaded, tiles.w(step + 1), at(step + 1), part);
                 if (!isLast || step + 2 < steps)
-                    weights.fetch(at(isLast ? step + 2 : step + 1), isLast ? 0 : part + 1, call.aligned);
+                    weights.fetch(loaded, at(isLast ? step + 2 : step + 1), isLast ? 0 : part + 1, call.aligned);
             }
             product.multiply(tiles.x(stage), tiles.w(step), k);
         }

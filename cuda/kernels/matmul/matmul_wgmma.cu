@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 
 #include "kernels/matmul/matmul_wgmma.cuh"
 
@@ -27,47 +28,40 @@ bool hasWarpgroups(const DeviceInfo& device) {
 #endif
 }
 
-// The blocks of a row that are prefetched: what the thread blocks that run at once prefetch stays in the cache.
-int32_t blocksAhead(const MatmulCall& call, int64_t atOnce) {
-    constexpr int64_t kBytes = 24 * 1024 * 1024;
-    if (isFloatType(call.type)) return 0;
-    const int64_t all = call.shape.cols / kContractBlock,
-                  superblocks = kBytes / (atOnce * kWgmmaTileN * static_cast<int64_t>(rowBytes(call.type, 256)));
-    return static_cast<int32_t>(std::min(all, superblocks * 8));
-}
-
-template <DType T, int kTileT> void launchTiles(Stream& stream, MatmulCall call) {
-    static_assert(kTileT >= kExpertTile, "an expert's tile is one block's");
-    const int64_t tilesT = call.groups.begin ? call.groups.tiles : (call.rows + kTileT - 1) / kTileT;
-    const int64_t tilesN = call.by.tiles(call.shape, kWgmmaTileN);
-    const int64_t atOnce = int64_t{stream.device().multiprocessors} * (256 / kTileT);
-    call.ahead = blocksAhead(call, std::min(atOnce, (call.groups.begin ? tilesT * tilesN : tilesN) * call.by.count));
-    const auto kernel = matmulWgmmaKernel<T, kTileT>;
-    allowShared(kernel, wgmmaSharedBytes<kTileT>());
-    launch(stream, kernel, dim3(static_cast<unsigned>(tilesT), static_cast<unsigned>(tilesN), call.by.grids()),
-           dim3(kWgmmaThreads), wgmmaSharedBytes<kTileT>(), call);
-}
-
-// A large tile expands each weight for more rows, but with small tiles fewer multiprocessors idle at the end. Costs are
-// in units of half a large tile's time.
-template <DType T> void launchType(Stream& stream, const MatmulCall& call) {
-    constexpr double kCostOfSmall = 1.45;
-    const auto rounds = [&](int64_t tileT) {
-        const int64_t blocks = (call.rows + tileT - 1) / tileT * call.by.tiles(call.shape, kWgmmaTileN) * call.by.count;
-        const int64_t processors = stream.device().multiprocessors;
-        return static_cast<double>((blocks + processors - 1) / processors);
-    };
-    const bool small = call.groups.begin || call.rows <= 128 || rounds(128) * kCostOfSmall < rounds(256) * 2;
-    if (small) launchTiles<T, 128>(stream, call);
-    else launchTiles<T, 256>(stream, call);
-}
-
 }  // namespace
+
+// A large tile expands each weight for more rows, but small tiles leave fewer multiprocessors idle. The time of a tile
+// is relative to that of 128 outputs and 256 rows.
+MatmulTile chooseTile(int64_t rows, int64_t outputs, int64_t matrices, int multiprocessors) {
+    struct Candidate {
+        MatmulTile tile;
+        double time;
+    };
+    constexpr Candidate kCandidates[] = {{{64, 64}, 0.165}, {{64, 128}, 0.28}, {{128, 256}, 1.0}};
+    const auto roundedUp = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+    const auto timeOf = [&](const Candidate& c) {
+        const int64_t blocks = roundedUp(rows, c.tile.rows) * roundedUp(outputs, c.tile.outputs) * matrices;
+        return static_cast<double>(roundedUp(blocks, multiprocessors)) * c.time;
+    };
+    const auto isSooner = [&](const Candidate& a, const Candidate& b) { return timeOf(a) < timeOf(b); };
+    return std::min_element(std::begin(kCandidates), std::end(kCandidates), isSooner)->tile;
+}
 
 bool matmulByWarpgroups(Stream& stream, const MatmulCall& call, DType type) {
     if (!hasWarpgroups(stream.device()) || type == DType::F32 || !call.aligned || !isWanted()) return false;
     if (matmulOfFewRows(stream, call, type)) return true;
-    withNarrowType(type, [&](auto tag) { launchType<decltype(tag)::kType>(stream, call); });
+    // Experts' rows come in tiles of kExpertTile.
+    const MatmulTile tile = call.groups.begin ? MatmulTile{128, kExpertTile}
+                                              : chooseTile(call.rows, call.by.rowsOf(call.shape), call.by.count,
+                                                           stream.device().multiprocessors);
+    if (tile.outputs == 64) {
+        matmulInSmallTiles(stream, call, type, tile.rows);
+        return true;
+    }
+    withNarrowType(type, [&](auto tag) {
+        if (tile.rows == kExpertTile) launchTiling<decltype(tag)::kType, LargeTiling<kExpertTile>>(stream, call);
+        else launchTiling<decltype(tag)::kType, LargeTiling<256>>(stream, call);
+    });
     return true;
 }
 

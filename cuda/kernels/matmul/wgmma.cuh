@@ -14,8 +14,9 @@
 
 namespace sharpi::cuda {
 
-// Tells the hardware where the rows of a tile are. `address` is the first of a group of 8 rows, plus 32 bytes for each
-// 16 elements along k. Groups of 8 rows are contiguous and 128-byte swizzled.
+// Tells the hardware where the rows of a tile are. `address` is the first of a group of 8 rows. Groups of 8 rows are
+// contiguous and 128-byte swizzled. The next 16 elements along k are kNextProduct further.
+constexpr uint64_t kNextProduct = 16 * 2 / 16;  // shared memory is too small for a carry out of the field
 __device__ __forceinline__ uint64_t tileDescriptor(uint32_t address) {
     constexpr uint64_t kSwizzled = uint64_t{1} << 62, kGroupBytes = uint64_t{8 * kTileRowBytes / 16} << 32,
                        kUnused = uint64_t{1} << 16;
@@ -50,6 +51,17 @@ template <> struct WarpgroupProduct<16> {
             "{ .reg .pred yes; setp.ne.b32 yes, 1, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
             "%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, yes, 1, 1, 0, 0; }"
             : SHARPI_F8(sum, 0)
+            : "l"(a), "l"(b));
+    }
+};
+
+template <> struct WarpgroupProduct<32> {
+    static __device__ __forceinline__ void add(float (&sum)[16], uint64_t a, uint64_t b) {
+        asm volatile(
+            "{ .reg .pred yes; setp.ne.b32 yes, 1, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+            "}, %16, %17, yes, 1, 1, 0, 0; }"
+            : SHARPI_F8(sum, 0), SHARPI_F8(sum, 8)
             : "l"(a), "l"(b));
     }
 };

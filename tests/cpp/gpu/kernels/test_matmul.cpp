@@ -98,7 +98,7 @@ TEST_P(Matmul, FloatTypesPlainAndSplit) {
 }
 
 TEST_P(Matmul, TailsInEveryDimension) {
-    for (const int64_t rows : {1, 9, 63, 64, 65, 127, 128, 129, 257})
+    for (const int64_t rows : {1, 9, 16, 17, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511})
         for (const int64_t outputs : {1, 2, 63, 129, 256}) check(DType::Q4_K, rows, outputs, 256, false);
 }
 

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "kernels/experts/router.h"
+#include "kernels/matmul/matmul_wgmma.h"
 #include "matmul_test.h"
 #include "row_cuts.h"
 
@@ -99,12 +100,36 @@ TEST_P(MatmulRows, OfFloatWeights) {
     }
 }
 
-// Matrices large enough that long batches take larger tiles than short ones.
+// Matrices with many tiles and steps.
 TEST_P(MatmulRows, OfLargeMatrices) {
     const int64_t outputs = stream().device().multiprocessors / 2 * 128;
     for (const DType type : {DType::Q4_K, DType::Q8_0, DType::BF16})
         expectIndependent(type, 300, outputs, 512, false, 1);
     expectIndependent(DType::Q6_K, 300, 130, 4096, false, 2);  // many steps
+}
+
+// Hopper's tiles, whole and cut short in every dimension: odd numbers of steps, a last step of one block, strides that
+// the last step does not fill.
+TEST_P(MatmulRows, InHoppersTilesOfEverySize) {
+    if (stream().device().major != 9 || *GetParam() == '0') GTEST_SKIP() << "without Hopper's own instructions";
+    const int processors = stream().device().multiprocessors;
+    struct Shape {
+        int64_t rows, outputs;
+        MatmulTile tile;
+    };
+    for (const Shape& shape :
+         {Shape{61, 190, {64, 64}}, Shape{31, 190, {64, 64}}, Shape{255, processors / 2 * 64 - 3, {64, 128}},
+          Shape{1021, processors / 4 * 128 - 3, {128, 256}}}) {
+        const MatmulTile tile = chooseTile(shape.rows, shape.outputs, 1, processors);
+        ASSERT_EQ(tile.outputs, shape.tile.outputs);
+        ASSERT_EQ(tile.rows, shape.tile.rows);
+        for (const int64_t cols : {32, 96, 160, 1056})
+            expectIndependent(DType::Q5_0, shape.rows, shape.outputs, cols, false, 1);
+        expectIndependent(DType::Q4_K, shape.rows, shape.outputs, 2304, false, 1);
+        expectIndependent(DType::Q6_K, shape.rows, shape.outputs, 768, false, 1);
+        expectIndependent(DType::IQ2_XXS, shape.rows, shape.outputs, 768, false, 1);
+        for (const int64_t cols : {72, 200}) expectIndependent(DType::BF16, shape.rows, shape.outputs, cols, false, 1);
+    }
 }
 
 TEST_P(MatmulRows, RefusesRowsThatAreNotAligned) {
