@@ -78,8 +78,17 @@ int64_t latentLaunchRows(int32_t heads) {
     return std::max<int64_t>(1, std::min(kDecodeLaunchRows, kLaunchHeads / heads));
 }
 
+// The longest batches: a ticket that joins one waits for all of its pieces.
+DecodeRing latentRing(int64_t heads) {
+    const DecodeRing ring = decodeRing(heads);
+    return {ring.slots, ring.slots / 2};
+}
+
 size_t latentAttentionBytes(int64_t rows, const LatentShape& shape) {
-    return decodeAttentionBytes(std::min(rows, latentLaunchRows(shape.heads)), {shape.heads, 1, shape.rank});
+    rows = std::min(rows, latentLaunchRows(shape.heads));
+    const int64_t states = rows * shape.heads * ((shape.rank + 31) / 32);
+    return decodeAttentionBytes(rows, {shape.heads, 1, shape.rank}) +
+           aligned(2 * sizeof(float) * static_cast<size_t>(states));
 }
 
 namespace {

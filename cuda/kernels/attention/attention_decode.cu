@@ -19,10 +19,7 @@
 // owns kWidth neighbouring dimensions, runs over the keys, and reads the next ones while it adds. Shared memory is what
 // limits the warps of a multiprocessor, so a page's weights and outputs lie where its keys were.
 //
-// In latent attention (KvPages::valuePrefix) values are the first elements of keys: the kernel is the same, but that
-// results are shorter than queries, and each (row, head) is a row for the next product. All heads share one kv head. It
-// is divided into several with the same keys, of up to a tile of heads each, so that other blocks take them: a tile
-// reads the page from the L2 cache anyway.
+// Latent attention has kernels of its own (attention_latent.cu).
 #include "kernels/attention/decode_kernel.cuh"
 #include "kernels/attention/latent_shape.h"
 
@@ -31,14 +28,6 @@ namespace sharpi::cuda {
 namespace decode {
 
 void launchBf16(Stream& stream, const Args& args, int64_t pages) { chooseKernel<KvType::BF16>(stream, args, pages); }
-
-// The most pages that hold keys that one row sees.
-static int64_t pagesSeen(const AttentionReach& reach, int64_t listPages) {
-    if (!reach.limited()) return listPages;
-    const int64_t keys = reach.window > 0 ? reach.window : reach.chunk;
-    const bool aligned = reach.window == 0 && reach.chunk % kPageTokens == 0;
-    return std::min(listPages, aligned ? keys / kPageTokens : (keys + kPageTokens - 2) / kPageTokens + 1);
-}
 
 static void launchRows(Stream& stream, Args args, void* scratch) {
     const int64_t heads = args.batch.rows * args.shape.heads;
@@ -54,38 +43,24 @@ static void launchRows(Stream& stream, Args args, void* scratch) {
 
 }  // namespace decode
 
-// The kv heads that the one of latent attention is divided into.
-static int32_t latentParts(int32_t heads) {
-    for (int32_t group = kLatentGroup; group > 1; --group)
-        if (heads % group == 0) return heads / group;
-    return heads;
-}
-
 void attentionDecode(Stream& stream, const float* q, const HeadShape& shape, const AttentionRule& rule,
                      const BatchRows& batch, const KvPages& pages, void* scratch, const RowOutputs& out) {
-    const bool isLatent = pages.valuePrefix > 0;
-    if (isLatent) requireLatentAttendable(shape, pages);
-    else requireAttendable(shape, pages);
-    const int32_t valueDim = kvValueDim(shape.headDim, pages.valuePrefix);
-    if (out.half.hi || (out.quantized.q && valueDim % kContractBlock != 0))
+    if (out.half.hi || (out.quantized.q && kvValueDim(shape.headDim, pages.valuePrefix) % kContractBlock != 0))
         throw Error(ErrorKind::Internal, "attentionDecode cannot write these outputs");
-    HeadShape parts = shape;
-    if (isLatent) parts.kvHeads = latentParts(shape.heads);
-    const int group = parts.heads / parts.kvHeads;
-    const int64_t width = int64_t{shape.heads} * shape.headDim, outWidth = int64_t{shape.heads} * valueDim;
-    const int64_t most = isLatent ? latentLaunchRows(shape.heads) : decodeLaunchRows(shape.kvHeads);
-    KvPages read = pages;
-    if (isLatent) read.v = read.k;
+    if (pages.valuePrefix > 0) return attentionDecodeLatent(stream, q, shape, rule, batch, pages, scratch, out);
+    requireAttendable(shape, pages);
+    const int group = shape.heads / shape.kvHeads;
+    const int64_t width = int64_t{shape.heads} * shape.headDim, most = decodeLaunchRows(shape.kvHeads);
     const auto inverse = static_cast<uint32_t>(group == 1 ? 0 : (uint64_t{1} << 32) / group + 1);
     for (int64_t first = 0; first < batch.rows; first += most) {
         const int64_t rows = std::min(most, batch.rows - first);
         const decode::Args args = {q + first * width,
-                                   parts,
+                                   shape,
                                    rule,
                                    batch.from(first, rows),
-                                   read,
+                                   pages,
                                    {},
-                                   rowsFrom(out, first, outWidth),
+                                   rowsFrom(out, first, width),
                                    {},
                                    {},
                                    group,

@@ -96,7 +96,7 @@ struct Head {
 template <class K>
 __device__ __forceinline__ void writeSlot(const Args& args, int64_t slot, const Joined<K::kWidth>& so,
                                           const Columns<K::kWidth>& columns, bool isFirstLane) {
-    columns.write(args.partials.outputs + slot * K::valueDim(args.pages), so.o);
+    columns.write(args.partials.outputs + slot * K::dim(args.shape), so.o);
     if (isFirstLane) args.partials.maxima[slot] = so.m, args.partials.sums[slot] = so.l;
 }
 
@@ -107,7 +107,7 @@ template <class K, int kSegment>
 __device__ __forceinline__ void joinSlots(const Args& args, int64_t head, int begin, int end, int column, int lane,
                                           const float* staged, Joined<K::kWidth>& whole) {
     constexpr int kWidth = K::kWidth, kQuad = kSegmentPages;
-    const int dim = K::valueDim(args.pages), ahead = args.layout.joined;
+    const int dim = K::dim(args.shape), ahead = args.layout.joined;
     const float* outputs = args.partials.outputs + head * dim;
     const float *maxima = args.partials.maxima + head, *sums = args.partials.sums + head;
     Factors factors;
@@ -154,7 +154,7 @@ __device__ __forceinline__ void joinSlots(const Args& args, int64_t head, int be
     __syncwarp();  // the region may be written again
 }
 
-// Puts o / l on `line`, valueDim floats of shared memory that belong to this warp.
+// Puts o / l on `line`, headDim floats of shared memory that belong to this warp.
 template <int kWidth>
 __device__ __forceinline__ void divide(const Args& args, const Head& head, Joined<kWidth>& so, bool seesKeys,
                                        const Columns<kWidth>& columns, float* line) {
@@ -165,16 +165,13 @@ __device__ __forceinline__ void divide(const Args& args, const Head& head, Joine
     columns.write(line, so.o);
 }
 
-// Writes a head's line to every requested output: a part of its row, or, if values are the beginnings of keys, a row of
-// its own. The whole warp calls it.
+// Writes a head's line to every requested output. The whole warp calls it.
 template <class K>
 __device__ __forceinline__ void writeHead(const Args& args, const Head& head, const float* line, int lane) {
     __syncwarp();
-    const int dim = K::valueDim(args.pages);
-    const bool apart = args.pages.valuePrefix > 0;
-    const int64_t cols = apart ? dim : static_cast<int64_t>(args.shape.heads) * dim,
-                  row = apart ? static_cast<int64_t>(head.row) * args.shape.heads + head.head : head.row,
-                  before = apart ? 0 : static_cast<int64_t>(head.head) * dim;
+    const int dim = K::dim(args.shape);
+    const int64_t cols = static_cast<int64_t>(args.shape.heads) * dim, row = head.row,
+                  before = static_cast<int64_t>(head.head) * dim;
 #pragma unroll 1
     for (int from = 0; from < dim; from += 128) {
         const int column = from + lane * 4;
@@ -262,7 +259,7 @@ __device__ __forceinline__ void joinBatch(const Args& args, const Piece& piece, 
                                           const float* staged, float* line, int lane) {
     const Head head(args, piece, query);
     constexpr int kWidth = K::kWidth;
-    const int dim = K::valueDim(args.pages), perPiece = piece.run.isShort ? 1 : kSegmentPages;
+    const int dim = K::dim(args.shape), perPiece = piece.run.isShort ? 1 : kSegmentPages;
     // Slots begin at the run's first segment. Those of the row are [begin, end), those of the batch [first, last).
     const int origin = piece.run.firstSegment() * kSegmentPages;
     const int begin = (row.x / kPageTokens - origin) / perPiece,

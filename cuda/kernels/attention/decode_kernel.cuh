@@ -28,16 +28,13 @@ template <class K> struct PieceWork {
         : args(a), block(b), piece(p), page(p.page(b.warp)), pageStart(0), n(0), turn(next) {
         if (!piece.has(page)) return;
         const int32_t* table = args.batch.pageTables + piece.run.sequence * args.batch.pagesPerTable;
-        // In latent attention the kv heads of the launch are parts of one.
-        const int kvHead = args.pages.kvHeads > 1 ? piece.kvHead : 0;
-        pageStart =
-            (static_cast<int64_t>(table[page]) * args.pages.kvHeads + kvHead) * kPageTokens * args.shape.headDim;
+        pageStart = (static_cast<int64_t>(table[page]) * args.pages.kvHeads + piece.kvHead) * kPageTokens *
+                    args.shape.headDim;
         n = min(kPageTokens, piece.run.keys - page * kPageTokens);
     }
 
     __device__ bool isShort() const { return piece.run.isShort; }
     __device__ int dim() const { return K::dim(args.shape); }
-    __device__ int valueDim() const { return K::valueDim(args.pages); }
     __device__ int rowBytes() const { return K::rowBytes(args.shape); }
     __device__ int chunks() const { return K::chunks(args.shape); }
     __device__ const uint8_t* keys() const { return args.pages.k + pageStart * kKvBytes<K::kType>; }
@@ -50,10 +47,10 @@ template <class K> struct PieceWork {
     }
     // Results lie where the keys were: those of a warp's page, or those of a warp's share of a short row's heads.
     __device__ Results pageResults(int warp) const {
-        return Results(block.shared + warp * args.layout.region, kTile, valueDim());
+        return Results(block.shared + warp * args.layout.region, kTile, dim());
     }
     __device__ Results shareResults(int warp) const {
-        return Results(block.shared + warp * Results::bytes(kShare, valueDim()), kShare, valueDim());
+        return Results(block.shared + warp * Results::bytes(kShare, dim()), kShare, dim());
     }
 
     // Takes the next piece. The counter's answer is only waited for by a thread that waits for keys anyway.
@@ -85,7 +82,7 @@ template <class K> struct PieceWork {
     template <int kCount, bool kShort>
     __device__ __forceinline__ void attend(const KeyFeeder<kShort>& feeder, const Tile& tile, int first, int count,
                                            const Results& to) const {
-        const int dim = valueDim(), lane = block.lane;
+        const int dim = this->dim(), lane = block.lane;
         float2 dots[kCount];
 #pragma unroll
         for (int i = 0; i < kCount; i++) dots[i] = {0.0f, 0.0f};
@@ -162,8 +159,6 @@ template <class K> struct PieceWork {
             attend<kTile / 4, false>(feeder, tile, 0, tile.count, to);
         } else if (tile.count <= kTile / 2) {
             attend<kTile / 2, false>(feeder, tile, 0, tile.count, to);
-        } else if (K::kFive && tile.count == 5) {
-            if constexpr (K::kFive) attend<5, false>(feeder, tile, 0, tile.count, to);
         } else if (tile.count <= kTile * 3 / 4) {
             attend<kTile * 3 / 4, false>(feeder, tile, 0, tile.count, to);
         } else {
@@ -184,7 +179,7 @@ template <class K> struct PieceWork {
             const Results of = shareResults(query / kShare);
             const float2 top = of.tops[query % kShare];
             so.m = top.x, so.l = top.y;
-            readFloats<kWidth>(of.outputs + query % kShare * valueDim() + columns.at, so.o);
+            readFloats<kWidth>(of.outputs + query % kShare * dim() + columns.at, so.o);
             if (piece.pieces == 1) so.joinToNothing();
             return;
         }
@@ -202,7 +197,7 @@ template <class K> struct PieceWork {
             const float sum = __shfl_sync(kWholeWarp, factors.sum, i), kept = __shfl_sync(kWholeWarp, factors.kept, i),
                         added = __shfl_sync(kWholeWarp, factors.added, i);
             if (Span(row, piece.page(i)).empty()) continue;
-            readFloats<kWidth>(pageResults(i).outputs + query * valueDim() + columns.at, outputs);
+            readFloats<kWidth>(pageResults(i).outputs + query * dim() + columns.at, outputs);
             so.add(sum, outputs, kept, added);
         }
     }
@@ -214,11 +209,11 @@ template <class K> struct PieceWork {
         const Head head(args, piece, tile.first + query);
         const int slot = kShort ? page - piece.run.firstSegment() * kSegmentPages : piece.index & (args.ring.slots - 1);
         // Only this warp reads the query's results.
-        float* line = kShort ? shareResults(query / kShare).outputs + query % kShare * valueDim()
-                             : pageResults(0).outputs + query * valueDim();
+        float* line = kShort ? shareResults(query / kShare).outputs + query % kShare * dim()
+                             : pageResults(0).outputs + query * dim();
 #pragma unroll 1
-        for (int from = 0; from < valueDim(); from += 32 * kWidth) {
-            const Columns<kWidth> columns(from, lane, valueDim());
+        for (int from = 0; from < dim(); from += 32 * kWidth) {
+            const Columns<kWidth> columns(from, lane, dim());
             Joined<kWidth> so;
             joinPages<kShort>(query, row, columns, so);
             __syncwarp();
@@ -242,7 +237,7 @@ template <class K> struct PieceWork {
         __syncthreads();
         if (!block.flags().finished) return;
         const auto* staged = reinterpret_cast<const float*>(block.shared + block.warp * args.layout.region);
-        float* line = block.queries() + block.warp * valueDim();
+        float* line = block.queries() + block.warp * dim();
 #pragma unroll 1
         for (int query = block.warp; query < count; query += kWarps)
             joinBatch<K>(args, piece, chain, query, rowOf(query), staged, line, block.lane);
@@ -282,8 +277,7 @@ template <class K> __global__ void __launch_bounds__(kThreads, K::kBlocks) atten
 // --- launching ---------------------------------------------------------------------------------------------------
 
 template <class K> Layout layoutOf(const Args& args, int mostStages) {
-    const int32_t dim = args.shape.headDim;
-    return {static_cast<int>(kKvBytes<K::kType>), dim, kvValueDim(dim, args.pages.valuePrefix), K::kTile, mostStages};
+    return {static_cast<int>(kKvBytes<K::kType>), args.shape.headDim, K::kTile, mostStages};
 }
 
 // pages: the most that a row sees.
@@ -304,21 +298,8 @@ template <class K> void launchFewRows(Stream& stream, Args args, int64_t pages) 
     launch(stream, kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), static_cast<size_t>(bytes), args);
 }
 
-// Keys whose beginnings are the values. A larger tile reads the cache less often, but needs so much shared memory that
-// small devices would have one block for each multiprocessor.
-template <KvType kType> void chooseLatent(Stream& stream, const Args& args, int64_t pages) {
-    if (args.pages.valuePrefix <= 128) return launchFewRows<Kind<kType, 4, 4, false>>(stream, args, pages);
-    using Large = Kind<kType, 8, 8, false>;
-    const int bytes = 2 * (layoutOf<Large>(args, 2).total + kReservedShared);
-    const bool isFew = args.group * std::min<int64_t>(args.batch.rows, kRunRows) <= 4;
-    if (isFew || bytes > static_cast<int>(stream.device().sharedPerMultiprocessor))
-        launchFewRows<Kind<kType, 8, 4, false>>(stream, args, pages);
-    else launchFewRows<Large>(stream, args, pages);
-}
-
 // The usual sizes of heads have kernels of their own, for few and for many queries.
 template <KvType kType> void chooseKernel(Stream& stream, const Args& args, int64_t pages) {
-    if (args.pages.valuePrefix > 0) return chooseLatent<kType>(stream, args, pages);
     const bool isFew = args.group * std::min<int64_t>(args.batch.rows, kRunRows) <= 4;
     const auto launch = [&](auto few, auto many) {
         if (isFew) launchFewRows<decltype(few)>(stream, args, pages);

@@ -204,20 +204,20 @@ private:
     }
 };
 
-// Where a warp leaves what it computed on a page: weights [count][64], outputs [count][valueDim], and the maximum and
+// Where a warp leaves what it computed on a page: weights [count][64], outputs [count][headDim], and the maximum and
 // sum of each query.
 struct Results {
     float *weights, *outputs;
     float2* tops;
 
     // A multiple of 16.
-    __device__ static int bytes(int count, int valueDim) {
-        return (count * (kPageTokens + valueDim + 2) * 4 + 15) & ~15;
+    __device__ static int bytes(int count, int headDim) {
+        return (count * (kPageTokens + headDim + 2) * 4 + 15) & ~15;
     }
-    __device__ Results(uint8_t* memory, int count, int valueDim)
+    __device__ Results(uint8_t* memory, int count, int headDim)
         : weights(reinterpret_cast<float*>(memory)),
           outputs(weights + count * kPageTokens),
-          tops(reinterpret_cast<float2*>(outputs + count * valueDim)) {}
+          tops(reinterpret_cast<float2*>(outputs + count * headDim)) {}
 };
 
 }  // namespace sharpi::cuda::decode

@@ -2,6 +2,8 @@
 // attention_decode.cu.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels/attention/attention.cuh"
 #include "kernels/matmul/mma.cuh"
 
@@ -21,23 +23,18 @@ template <KvType type, int width, int tile, bool whole> struct Kind {
     static constexpr KvType kType = type;
     static constexpr int kWidth = width, kTile = tile;
     static constexpr bool kWhole = whole;
-    static constexpr bool kFive = !whole && tile == 8;  // a tile of five queries has code of its own
     static constexpr int kBlocks = width == 2 ? 4 : 3;  // of a multiprocessor, as far as registers go
     // With short rows, a tile's queries are spread over the warps.
     static constexpr int kShare = tile < kWarps ? 1 : tile / kWarps;
 
     __device__ __forceinline__ static int dim(const HeadShape& shape) { return whole ? 32 * width : shape.headDim; }
-    // Elements of a value and of a result; see KvPages::valuePrefix.
-    __device__ __forceinline__ static int valueDim(const KvPages& pages) {
-        return whole ? 32 * width : pages.valuePrefix > 0 ? pages.valuePrefix : pages.headDim;
-    }
     __device__ __forceinline__ static int rowBytes(const HeadShape& shape) { return dim(shape) * kKvBytes<type>; }
     __device__ __forceinline__ static int chunks(const HeadShape& shape) {
         return (rowBytes(shape) + kLineBytes - 1) / kLineBytes;
     }
 };
 
-// The results of pieces: maxima and sums [rows][heads][slots], and valueDim floats of output for each. The last slot of
+// The results of pieces: maxima and sums [rows][heads][slots], and headDim floats of output for each. The last slot of
 // a head has what has been joined so far. counters: a count of pieces that blocks have taken, then for each row and kv
 // head a count of joined batches, and one of finished pieces for each batch of the ring. All counts are zero between
 // launches. workspace.cpp has the size, decodeAttentionBytes.
@@ -53,6 +50,14 @@ inline Partials partialsOver(void* scratch, int64_t partials) {
             reinterpret_cast<float*>(bytes + 2 * each)};
 }
 
+// The most pages that hold keys that one row sees.
+inline int64_t pagesSeen(const AttentionReach& reach, int64_t listPages) {
+    if (!reach.limited()) return listPages;
+    const int64_t keys = reach.window > 0 ? reach.window : reach.chunk;
+    const bool aligned = reach.window == 0 && reach.chunk % kPageTokens == 0;
+    return std::min(listPages, aligned ? keys / kPageTokens : (keys + kPageTokens - 2) / kPageTokens + 1);
+}
+
 // The layout of shared memory, in bytes. A warp has a region of `stages` chunks of keys. Once the keys are used, the
 // region has the weights, the outputs and the maxima and sums of the warp's page. When pieces are joined, it has the
 // outputs of up to `joined` of them: a power of two from kSegmentPages to 32.
@@ -61,13 +66,13 @@ struct Layout {
     int joined = 32;
 
     Layout() = default;
-    Layout(int elementBytes, int headDim, int valueDim, int tile, int mostStages) {
+    Layout(int elementBytes, int headDim, int tile, int mostStages) {
         rowBytes = headDim * elementBytes;
         chunks = (rowBytes + kLineBytes - 1) / kLineBytes;
         stages = chunks < mostStages ? chunks : mostStages;
-        const int results = (tile * (kPageTokens + valueDim + 2) * 4 + kLineBytes - 1) / kLineBytes * kLineBytes;
+        const int results = (tile * (kPageTokens + headDim + 2) * 4 + kLineBytes - 1) / kLineBytes * kLineBytes;
         region = stages * kChunkBytes > results ? stages * kChunkBytes : results;
-        while (joined * valueDim * 4 > region) joined /= 2;
+        while (joined * headDim * 4 > region) joined /= 2;
         queries = kWarps * region;
         rows = queries + tile * headDim * 4;
         runs = rows + kMaxRows * 8;

@@ -15,10 +15,15 @@ constexpr int32_t kMaxLatentRank = 512, kMaxLatentRotated = 128;
 // Throws Error(InvalidArgument) for a shape that there are no kernels for.
 void requireLatent(const LatentShape& shape);
 
-// The most heads that read a page together in attentionDecode; see attention_decode.cu.
-constexpr int32_t kLatentGroup = 8;
-// Rows that one launch of attentionDecode takes of such a layer, and the scratch for batches of up to `rows` rows.
+// attentionDecode for layers whose values are the first elements of keys: results are [rows * heads, rank], and each
+// is a row of int8 blocks.
+void attentionDecodeLatent(Stream& stream, const float* q, const HeadShape& shape, const AttentionRule& rule,
+                           const BatchRows& batch, const KvPages& pages, void* scratch, const RowOutputs& out);
+
+// Rows that one launch takes of such a layer, the places for its pieces, and the scratch for batches of up to `rows`
+// rows: that of decodeAttentionBytes, and a maximum and a sum for each 32 elements of a head's result.
 int64_t latentLaunchRows(int32_t heads);
+DecodeRing latentRing(int64_t heads);
 size_t latentAttentionBytes(int64_t rows, const LatentShape& shape);
 
 }  // namespace sharpi::cuda
