@@ -37,6 +37,14 @@ template <int kWidth> struct Joined {
 #pragma unroll
         for (int i = 0; i < kWidth; i++) o[i] = fmaf(outputs[i], added, __fmul_rn(o[i], kept));
     }
+    __device__ __forceinline__ void addIf(bool exists, float sum, const float (&outputs)[kWidth], float kept,
+                                          float added) {
+        Joined next = *this;
+        next.add(sum, outputs, kept, added);
+        l = exists ? next.l : l;
+#pragma unroll
+        for (int i = 0; i < kWidth; i++) o[i] = exists ? next.o[i] : o[i];
+    }
     // Joins a score that has no value.
     __device__ __forceinline__ void addSink(float sink) {
         const float top = fmaxf(m, sink), kept = portableExp(__fsub_rn(m, top));

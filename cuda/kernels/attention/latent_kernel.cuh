@@ -31,24 +31,24 @@ __device__ __forceinline__ void joinColumn(const LatentArgs& args, int64_t head,
             if (slot >= begin && slot < end) ahead[i] = __ldcg(outputs + static_cast<int64_t>(slot) * args.valueDim);
         }
         factors.make<kSegment>(maximum, whole.m, lane);
+        // Everything is computed and what does not exist is dropped, since branches would cost more.
 #pragma unroll
         for (int i = 0; i < kAhead; i++) {
-            const int slot = base + i;
-            const bool isLast = slot + 1 == end || i % kSegment == kSegment - 1;
-            if (slot >= begin && slot < end) {
-                const float sum = __shfl_sync(kWholeWarp, factors.sum, i), output[1] = {ahead[i]};
-                if (kSegment == 1)
-                    whole.add(sum, output, __shfl_sync(kWholeWarp, factors.segmentKept, i),
-                              __shfl_sync(kWholeWarp, factors.segmentAdded, i));
-                else
-                    part.add(sum, output, __shfl_sync(kWholeWarp, factors.kept, i),
-                             __shfl_sync(kWholeWarp, factors.added, i));
-                if (kSegment > 1 && isLast) {
-                    whole.add(part.l, part.o, __shfl_sync(kWholeWarp, factors.segmentKept, i),
-                              __shfl_sync(kWholeWarp, factors.segmentAdded, i));
-                    part.clear();
-                }
+            if (i % 8 == 0 && base + i >= end) break;
+            const bool isThere = base + i >= begin && base + i < end;
+            const float sum = __shfl_sync(kWholeWarp, factors.sum, i), output[1] = {ahead[i]};
+            const float kept = __shfl_sync(kWholeWarp, factors.segmentKept, i),
+                        added = __shfl_sync(kWholeWarp, factors.segmentAdded, i);
+            if (kSegment == 1) {
+                whole.addIf(isThere, sum, output, kept, added);
+                continue;
             }
+            part.addIf(isThere, sum, output, __shfl_sync(kWholeWarp, factors.kept, i),
+                       __shfl_sync(kWholeWarp, factors.added, i));
+            if (i % kSegment < kSegment - 1) continue;
+            const int first = base + i - (kSegment - 1);
+            whole.addIf(first < end && base + i >= begin, part.l, part.o, kept, added);
+            part.clear();
         }
     }
 }
@@ -96,15 +96,14 @@ __device__ __forceinline__ void joinUnits(const LatentArgs& args, const LatentBl
     }
 }
 
-// Joins a share of a batch. Returns what this block does next.
-__device__ __forceinline__ LatentWork joinShare(const LatentArgs& args, const LatentBlock& block,
-                                                const LatentWork& work, LatentOrder& order, int turn) {
+// Joins a share of a batch.
+__device__ __forceinline__ void joinShare(const LatentArgs& args, const LatentBlock& block,
+                                          const LatentWork& work, LatentOrder& order, int turn) {
     const LatentRow row = block.row(work.row);
     const int batches = args.batches(), turns = work.batch / batches;
     const bool isLast = row.isLast(args.ring, work.batch);
     uint32_t *const joined = args.joined(work.row), *const arrived = args.arrived(work.row, work.batch);
-    if (threadIdx.x == kLatentThreads - 1)
-        block.flags().ticket[turn] = static_cast<int>(atomicAdd(args.partials.counters, 1u));
+    if (block.warp == kLatentWarps - 1) order.takeNext(args, block, turn);
     if (threadIdx.x == 0) {
         // The counters go on from batch to batch.
         const int pieces = turns * args.ring.batch + row.piecesOf(args.ring, work.batch);
@@ -119,7 +118,6 @@ __device__ __forceinline__ LatentWork joinShare(const LatentArgs& args, const La
         // Nobody looks at this row's counters any more. They are zero between launches.
         for (int i = 0; i <= batches; i++) joined[i] = 0;
     }
-    return order.find(args, block, block.flags().ticket[turn]);
 }
 
 // --- the kernel --------------------------------------------------------------------------------------------------
@@ -128,52 +126,56 @@ __device__ __forceinline__ LatentWork joinShare(const LatentArgs& args, const La
 // to shared memory.
 template <KvType type, int queries, bool resident> struct LatentKind {
     static constexpr KvType kType = type;
-    static constexpr int kQueries = queries, kBlocks = queries > kFewQueries ? 1 : 2;
+    static constexpr int kQueries = queries;
     static constexpr bool kResident = resident;
 };
 
 template <class K, int kQueries>
 __device__ __forceinline__ void attendPiece(const LatentArgs& args, const LatentBlock& block, LatentOrder& order,
-                                            int turn, LatentWork& work, LatentPiece& piece, LatentLoaded& loaded) {
+                                            int turn, LatentPiece& piece, LatentLoaded& loaded) {
     LatentPieceWork<K::kType, kQueries, K::kResident> on = {args, block, piece, order, loaded, turn};
     on.run();
-    work = on.next, loaded = on.loaded;
-    piece = on.nextPiece;
+    loaded = on.loaded, piece = on.nextPiece;
 }
 
-template <class K> __global__ void __launch_bounds__(kLatentThreads, K::kBlocks) attendLatents(const LatentArgs args) {
+template <class K> __global__ void __launch_bounds__(kLatentThreads) attendLatents(const LatentArgs args) {
     allowNext();
     waitForPrevious();
     extern __shared__ __align__(128) uint8_t shared[];
     const LatentBlock block(shared, args.layout);
-    uint32_t* taken = args.partials.counters;
-    if (threadIdx.x == 0) block.flags().ticket[1] = static_cast<int>(atomicAdd(taken, 1u));
-    if (block.warp == 1) divideRows(args, block, K::kQueries);
+    LatentOrder order;
+    if (block.warp == kLatentWarps - 1) {
+        divideRows(args, block, K::kQueries);
+        __syncwarp();
+        order.parts = latentParts(args.heads, block.flags().queries);
+        order.takeNext(args, block, 0);
+    }
     __syncthreads();
     const int queries = block.flags().queries;
-    LatentOrder order = {latentParts(args.heads, queries)};
-    LatentWork work = order.find(args, block, block.flags().ticket[1]);
+    order.parts = latentParts(args.heads, queries);
     LatentPiece piece;
     LatentLoaded loaded;
-    if (work.exists && !work.isJoin) piece = LatentPiece(args, block, work, order.parts);
-    int turn = 0;
 #pragma unroll 1
-    for (; work.exists; turn ^= 1) {
+    for (int turn = 1;; turn ^= 1) {
+        const LatentWork work = block.flags().next[turn ^ 1];
+        if (!work.exists) break;
         if (work.isJoin) {
-            work = joinShare(args, block, work, order, turn);
+            joinShare(args, block, work, order, turn);
             loaded = {}, piece = {};
-            if (work.exists && !work.isJoin) piece = LatentPiece(args, block, work, order.parts);
-        } else if (queries == K::kQueries) {
-            attendPiece<K, K::kQueries>(args, block, order, turn, work, piece, loaded);
+            continue;
+        }
+        if (piece.heads == 0) piece = LatentPiece(args, block, work, order.parts);
+        if (queries == K::kQueries) {
+            attendPiece<K, K::kQueries>(args, block, order, turn, piece, loaded);
         } else if (K::kQueries > kFewQueries && queries == kFewQueries) {
-            attendPiece<K, kFewQueries>(args, block, order, turn, work, piece, loaded);
+            attendPiece<K, kFewQueries>(args, block, order, turn, piece, loaded);
         } else {
-            attendPiece<K, 1>(args, block, order, turn, work, piece, loaded);
+            attendPiece<K, 1>(args, block, order, turn, piece, loaded);
         }
     }
     // The tickets end with one too many for each block. The last of them leaves the counter ready for the next launch.
-    const int last = block.flags().ticket[turn ^ 1];
-    if (threadIdx.x == 0 && last == order.start + static_cast<int>(gridDim.x) - 1) *taken = 0;
+    if (threadIdx.x == kLatentThreads - 1 && order.ticket == order.start + static_cast<int>(gridDim.x) - 1)
+        *args.partials.counters = 0;
 }
 
 // --- launching ---------------------------------------------------------------------------------------------------
@@ -184,12 +186,11 @@ void launchLatents(Stream& stream, LatentArgs args, const LatentLayout& layout, 
     const auto kernel = attendLatents<K>;
     args.layout = layout;
     if (layout.total > 48 * 1024) allowShared(kernel, static_cast<size_t>(layout.total));
-    // As many blocks as the device can hold, but no more than there can be work for.
-    const int room = static_cast<int>(stream.device().sharedPerMultiprocessor) / (layout.total + kReservedShared);
-    const int64_t perProcessor = std::max(1, std::min(K::kBlocks, room)), rows = args.batch.rows;
+    // A block's registers fill a multiprocessor. No more blocks than there can be work for.
+    const int64_t rows = args.batch.rows;
     const int64_t units = args.heads * ((args.valueDim + kJoinDims - 1) / kJoinDims);
-    const int64_t blocks = std::min(rows * std::max(pages * args.heads, units),
-                                    perProcessor * stream.device().multiprocessors);
+    const int64_t blocks =
+        std::min<int64_t>(rows * std::max(pages * args.heads, units), stream.device().multiprocessors);
     // Few tickets, so that few blocks have to wait; but the last batch is waited for by all.
     const auto tickets = [&](int64_t rounds) { return (units + kLatentWarps * rounds - 1) / (kLatentWarps * rounds); };
     args.joins = static_cast<int>(tickets(2));

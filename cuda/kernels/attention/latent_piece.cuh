@@ -54,21 +54,28 @@ struct LatentLoaded {
     bool queries = false;
 };
 
-// Begins to copy lines [begin, end) of a page, as far as the row sees them. kWarps warps call it; warp: the number among
-// them.
-template <int kWarps>
-__device__ __forceinline__ void copyLines(const LatentArgs& args, const LatentBlock& block, const LatentPiece& piece,
-                                          int page, int slot, int begin, int end, int warp) {
-    const uint8_t* from = piece.page(args, page);
-    const uint32_t to = sharedAddress(block.page(slot));
-    const int bytes = args.rowBytes, last = min(end, piece.span(page).end);
-#pragma unroll 2
-    for (int line = begin + warp; line < last; line += kWarps) {
+// The lines of a page that a row sees, and those before them.
+struct LatentLines {
+    const uint8_t* from = nullptr;
+    int count = 0;
+
+    LatentLines() = default;
+    // The whole warp calls it.
+    __device__ LatentLines(const LatentArgs& args, const LatentPiece& piece, int page)
+        : from(piece.page(args, page)), count(piece.span(page).end) {}
+    // Begins to copy lines [begin, end) to a page of shared memory. kWarps warps call it; warp: the number among them.
+    template <int kWarps>
+    __device__ __forceinline__ void copy(const LatentArgs& args, const LatentBlock& block, int slot, int begin, int end,
+                                         int warp) const {
+        const uint32_t to = sharedAddress(block.page(slot));
+#pragma unroll 1
+        for (int line = begin + warp; line < min(end, count); line += kWarps) {
 #pragma unroll 3
-        for (int at = block.lane * 16; at < bytes; at += 32 * 16)
-            copyChunk(to + line * block.layout.pitch + at, from + line * bytes + at, true);
+            for (int at = block.lane * 16; at < args.rowBytes; at += 32 * 16)
+                copyChunk(to + line * block.layout.pitch + at, from + line * args.rowBytes + at, true);
+        }
     }
-}
+};
 
 // A barrier of the warps that sum values.
 __device__ __forceinline__ void syncValueWarps() { asm volatile("bar.sync 1, %0;" ::"n"(kValueThreads) : "memory"); }
@@ -162,23 +169,21 @@ template <KvType kType, int kQueries, bool kResident> struct LatentPieceWork {
     const LatentPiece& piece;
     LatentOrder& order;
     LatentLoaded loaded;
-    int turn;  // where the next piece's ticket goes
+    int turn;  // where the warp that takes tickets leaves what comes next
 
     // What comes after this piece.
-    LatentWork next = {};
-    LatentPiece nextPiece;
+    LatentPiece nextPiece = {};
 
     __device__ int buffers() const { return kResident ? args.layout.pages : 1; }
     __device__ bool isAhead() const { return buffers() > 1; }
     __device__ int slotOf(int page) const { return buffers() > 1 ? (loaded.slot + page) & 1 : 0; }
 
     __device__ __forceinline__ void takeNext() const {
-        if (threadIdx.x == kLatentThreads - 1)
-            block.flags().ticket[turn] = static_cast<int>(atomicAdd(args.partials.counters, 1u));
+        if (block.warp == kLatentWarps - 1) order.takeNext(args, block, turn);
     }
-    // The ticket has been there since the last barrier.
+    // It has been there since the last barrier.
     __device__ __forceinline__ void findNext() {
-        next = order.find(args, block, block.flags().ticket[turn]);
+        const LatentWork next = block.flags().next[turn];
         if (next.exists && !next.isJoin) nextPiece = LatentPiece(args, block, next, order.parts);
     }
     template <int kThreadsUsed> __device__ __forceinline__ void copyQueries(const LatentPiece& of, int thread) const {
@@ -196,10 +201,10 @@ template <KvType kType, int kQueries, bool kResident> struct LatentPieceWork {
     __device__ __forceinline__ void begin() const {
         if (!loaded.queries) copyQueries<kLatentThreads>(piece, threadIdx.x);
         if (kResident && loaded.pages == 0 && piece.pages > 0)
-            copyLines<kLatentWarps>(args, block, piece, 0, slotOf(0), 0, kPageTokens, block.warp);
+            LatentLines(args, piece, 0).copy<kLatentWarps>(args, block, slotOf(0), 0, kPageTokens, block.warp);
         closeCopies();
         if (kResident && isAhead() && loaded.pages < 2 && piece.pages > 1)
-            copyLines<kLatentWarps>(args, block, piece, 1, slotOf(1), 0, kPageTokens, block.warp);
+            LatentLines(args, piece, 1).copy<kLatentWarps>(args, block, slotOf(1), 0, kPageTokens, block.warp);
         closeCopies();
         waitForCopies<1>();
         __syncthreads();
@@ -266,18 +271,19 @@ template <KvType kType, int kQueries, bool kResident> struct LatentPieceWork {
         const Span span = piece.span(page);
         // The page after those that have places, of this piece or of the next one.
         const int later = page + buffers() - piece.pages;
-        const bool isNext = later >= 0, brings = kResident && (!isNext || later < nextPiece.pages);
+        LatentLines lines;
+        if (later < 0) lines = LatentLines(args, piece, page + buffers());
+        else if (later < nextPiece.pages) lines = LatentLines(args, nextPiece, later);
         if (kResident && page == 0 && piece.pages < buffers() && nextPiece.pages > 0)
-            copyLines<kValueWarps>(args, block, nextPiece, 0, slotOf(piece.pages), 0, kPageTokens, warp);
+            LatentLines(args, nextPiece, 0).copy<kValueWarps>(args, block, slotOf(piece.pages), 0, kPageTokens, warp);
         LatentSums<kType, kHalf> sums;
         sums.clear();
 #pragma unroll 1
         for (int from = 0; from < kPageTokens; from += 16) {
             if (isUsed) sums.addQuarter(values, block.layout.pitch, weights, from, span);
-            if (!brings) continue;
+            if (!kResident || lines.count <= from) continue;
             syncValueWarps();
-            if (isNext) copyLines<kValueWarps>(args, block, nextPiece, later, slot, from, from + 16, warp);
-            else copyLines<kValueWarps>(args, block, piece, page + buffers(), slot, from, from + 16, warp);
+            lines.copy<kValueWarps>(args, block, slot, from, from + 16, warp);
         }
         if (!isUsed) return;
         const float2* factors = block.factors() + slot * kHeads + first;
@@ -319,7 +325,7 @@ template <KvType kType, int kQueries, bool kResident> struct LatentPieceWork {
         }
     }
 
-    // Computes the piece. Afterwards `next` is what this block does next, and `loaded` what is there of it.
+    // Computes the piece. Afterwards `nextPiece` is what this block does next, if it is a piece, and `loaded` what is there of it.
     __device__ __forceinline__ void run() {
         begin();
         if (piece.pages <= 0) {

@@ -32,7 +32,7 @@ struct LatentLayout {
         factors = weights + buffers * heads * kPageTokens * 4;
         rows = factors + buffers * heads * 8;
         flags = rows + kMaxRows * 16;
-        total = flags + 16;
+        total = flags + 64;
     }
 };
 
@@ -65,9 +65,17 @@ struct LatentArgs {
     }
 };
 
+// What a ticket stands for: a piece of a row for a part of its heads, or a share of the work of joining a batch.
+struct LatentWork {
+    bool exists = false, isJoin = false;
+    int row = 0, batch = 0;
+    int piece = 0, part = 0;  // piece: its number in its row
+    int join = 0;
+};
+
 struct LatentFlags {
-    volatile int ticket[2];  // of the next piece, which a block takes while it works on a piece
-    volatile int queries;    // heads for each warp of scores
+    LatentWork next[2];  // found while a block works on what came before
+    int queries;         // heads for each warp of scores
 };
 
 // A row, and how it is cut into pieces: pages or segments. A row that sees no key has one empty piece.
@@ -165,20 +173,13 @@ __device__ __forceinline__ void divideRows(const LatentArgs& args, const LatentB
     if (block.lane == 0) block.flags().queries = queries;
 }
 
-// What a ticket stands for: a piece of a row for a part of its heads, or a share of the work of joining a batch.
-struct LatentWork {
-    bool exists, isJoin;
-    int row, batch;
-    int piece, part;  // the piece's number in its row
-    int join;
-};
-
 // Blocks take tickets in ascending order: first the first batches of pieces of all rows, then in each round the next
 // batch of each row and the joins of the batch before. A ticket waits only for earlier ones, which are in the hands of
-// running blocks, and the earliest that is not finished waits for none. Every warp follows the order by itself.
+// running blocks, and the earliest that is not finished waits for none. One warp of a block follows the order.
 struct LatentOrder {
-    int parts;
+    int parts = 1;
     int round = 0, start = 0;  // start: the round's first ticket; in the end the number of all
+    int ticket = 0;            // the last one that was taken
 
     // Looks for number `rest` among the lanes' counts. Returns the lane, and the number within it; -1: it comes later.
     __device__ static int pick(int count, int lane, int& rest) {
@@ -198,8 +199,16 @@ struct LatentOrder {
         return where;
     }
 
-    // No ticket may come after a later one.
-    __device__ LatentWork find(const LatentArgs& args, const LatentBlock& block, int ticket) {
+    // Takes the next ticket, and leaves in shared memory what it stands for.
+    __device__ __forceinline__ void takeNext(const LatentArgs& args, const LatentBlock& block, int turn) {
+        if (block.lane == 0) ticket = static_cast<int>(atomicAdd(args.partials.counters, 1u));
+        ticket = __shfl_sync(kWholeWarp, ticket, 0);
+        const LatentWork next = find(args, block);
+        if (block.lane == 0) block.flags().next[turn] = next;
+    }
+
+private:
+    __device__ __forceinline__ LatentWork find(const LatentArgs& args, const LatentBlock& block) {
         const int rows = static_cast<int>(args.batch.rows);
         for (;;) {
             int rest = ticket - start;
