@@ -5,17 +5,17 @@
 // cache. Every dot product is one chain over the dimensions, and so is every sum over a page's keys, so scores and
 // outputs are small matrix products whose inner loop is serial. Four warps of a block compute the scores of a page: a
 // lane has two keys and up to six heads. Eight warps sum the values: a lane has four dimensions and up to twelve heads.
-// At these sizes a quarter of the instructions are no multiplications, and reads of shared memory, of which one takes two
-// cycles even if all lanes read the same 16 bytes, just keep up. A page lies in shared memory once for both. If there is
-// room for two, the scores are a page ahead of the values; the page after that follows behind the values, a quarter at a
-// time.
+// At these sizes a quarter of the instructions are no multiplications, and reads of shared memory, of which one takes
+// two cycles even if all lanes read the same 16 bytes, just keep up. A page lies in shared memory once for both. If
+// there is room for two, the scores are a page ahead of the values; the page after that follows behind the values, a
+// quarter at a time.
 //
 // A piece of work is a segment of one row for a part of the heads, or one page if there is little to do. Outputs stay
 // in registers while a segment's pages are joined, and go to device memory once. Blocks take pieces by ticket. The
 // joins of segments are tickets too, which come after the pieces: a warp joins 32 dimensions of one head, so that the
-// whole device takes part in what nothing else can overlap. Pieces are joined in batches, whose places are used again, so
-// the scratch does not grow with the context. The device decides how a batch is divided, from its positions, so that a
-// captured step serves every length; the grid depends on the batch's shape and the table's width alone.
+// whole device takes part in what nothing else can overlap. Pieces are joined in batches, whose places are used again,
+// so the scratch does not grow with the context. The device decides how a batch is divided, from its positions, so that
+// a captured step serves every length; the grid depends on the batch's shape and the table's width alone.
 #include "kernels/attention/latent_kernel.cuh"
 
 namespace sharpi::cuda {

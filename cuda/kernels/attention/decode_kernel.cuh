@@ -28,8 +28,8 @@ template <class K> struct PieceWork {
         : args(a), block(b), piece(p), page(p.page(b.warp)), pageStart(0), n(0), turn(next) {
         if (!piece.has(page)) return;
         const int32_t* table = args.batch.pageTables + piece.run.sequence * args.batch.pagesPerTable;
-        pageStart = (static_cast<int64_t>(table[page]) * args.pages.kvHeads + piece.kvHead) * kPageTokens *
-                    args.shape.headDim;
+        pageStart =
+            (static_cast<int64_t>(table[page]) * args.pages.kvHeads + piece.kvHead) * kPageTokens * args.shape.headDim;
         n = min(kPageTokens, piece.run.keys - page * kPageTokens);
     }
 

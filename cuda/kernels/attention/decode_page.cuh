@@ -211,9 +211,7 @@ struct Results {
     float2* tops;
 
     // A multiple of 16.
-    __device__ static int bytes(int count, int headDim) {
-        return (count * (kPageTokens + headDim + 2) * 4 + 15) & ~15;
-    }
+    __device__ static int bytes(int count, int headDim) { return (count * (kPageTokens + headDim + 2) * 4 + 15) & ~15; }
     __device__ Results(uint8_t* memory, int count, int headDim)
         : weights(reinterpret_cast<float*>(memory)),
           outputs(weights + count * kPageTokens),

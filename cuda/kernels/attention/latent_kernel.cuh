@@ -97,8 +97,8 @@ __device__ __forceinline__ void joinUnits(const LatentArgs& args, const LatentBl
 }
 
 // Joins a share of a batch.
-__device__ __forceinline__ void joinShare(const LatentArgs& args, const LatentBlock& block,
-                                          const LatentWork& work, LatentOrder& order, int turn) {
+__device__ __forceinline__ void joinShare(const LatentArgs& args, const LatentBlock& block, const LatentWork& work,
+                                          LatentOrder& order, int turn) {
     const LatentRow row = block.row(work.row);
     const int batches = args.batches(), turns = work.batch / batches;
     const bool isLast = row.isLast(args.ring, work.batch);
@@ -181,8 +181,7 @@ template <class K> __global__ void __launch_bounds__(kLatentThreads) attendLaten
 // --- launching ---------------------------------------------------------------------------------------------------
 
 // pages: the most that a row sees.
-template <class K>
-void launchLatents(Stream& stream, LatentArgs args, const LatentLayout& layout, int64_t pages) {
+template <class K> void launchLatents(Stream& stream, LatentArgs args, const LatentLayout& layout, int64_t pages) {
     const auto kernel = attendLatents<K>;
     args.layout = layout;
     if (layout.total > 48 * 1024) allowShared(kernel, static_cast<size_t>(layout.total));

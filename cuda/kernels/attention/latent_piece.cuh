@@ -123,8 +123,7 @@ template <KvType kType, int kHeads> struct LatentSums {
         }
     }
     // Adds kKeys neighbouring keys, 1 or 4. values: the lane's elements of the first. weights: [heads][64].
-    template <int kKeys>
-    __device__ __forceinline__ void add(const uint8_t* values, int pitch, const float* weights) {
+    template <int kKeys> __device__ __forceinline__ void add(const uint8_t* values, int pitch, const float* weights) {
         RawRun<kType, kValueWidth> runs[kKeys];
         float value[kKeys][kValueWidth];
 #pragma unroll
@@ -250,7 +249,8 @@ template <KvType kType, int kQueries, bool kResident> struct LatentPieceWork {
             scorePage(page, m, l);
             if (page + 1 == piece.pages) keepSums(m, l);
             if (!isAhead()) __syncthreads();
-            if (!isAhead() && page + 1 == piece.pages) findNext(), copyQueries<32 * kScoreWarps>(nextPiece, threadIdx.x);
+            if (!isAhead() && page + 1 == piece.pages)
+                findNext(), copyQueries<32 * kScoreWarps>(nextPiece, threadIdx.x);
             endStep();
         }
         if (!isAhead()) return;
@@ -292,8 +292,8 @@ template <KvType kType, int kQueries, bool kResident> struct LatentPieceWork {
             const float2 factor = factors[i];
 #pragma unroll
             for (int x = 0; x < kValueWidth; x++)
-                joined[i][x] = piece.isShort ? sums.acc[i][x]
-                                             : fmaf(sums.acc[i][x], factor.y, __fmul_rn(joined[i][x], factor.x));
+                joined[i][x] =
+                    piece.isShort ? sums.acc[i][x] : fmaf(sums.acc[i][x], factor.y, __fmul_rn(joined[i][x], factor.x));
         }
     }
     __device__ __forceinline__ void keepOutputs(const float (&joined)[kHalf][kValueWidth]) const {
@@ -325,7 +325,8 @@ template <KvType kType, int kQueries, bool kResident> struct LatentPieceWork {
         }
     }
 
-    // Computes the piece. Afterwards `nextPiece` is what this block does next, if it is a piece, and `loaded` what is there of it.
+    // Computes the piece. Afterwards `nextPiece` is what this block does next, if it is a piece, and `loaded` what is
+    // there of it.
     __device__ __forceinline__ void run() {
         begin();
         if (piece.pages <= 0) {

@@ -445,12 +445,14 @@ TEST(GpuScratch, HasDecodesRingForLatents) {
         EXPECT_LE(most * heads, 2048);
         EXPECT_LT(cuda::latentAttentionBytes(100000, shape), size_t{80} << 20);
         for (int64_t rows = 1; rows <= most; rows++) {
-            const cuda::DecodeRing ring = cuda::decodeRing(rows * heads);
-            // Heads may all be groups of their own.
-            const int64_t counters = 1 + rows * heads * (1 + ring.slots / ring.batch);
+            const cuda::DecodeRing ring = cuda::latentRing(rows * heads);
+            EXPECT_EQ(ring.slots / ring.batch, 2);  // one is joined while another is filled
+            const int64_t counters = 1 + rows * (1 + ring.slots / ring.batch);
             EXPECT_LE(counters * kInt, static_cast<int64_t>(cuda::kDecodeCounterBytes));
-            const auto needed = static_cast<size_t>(cuda::kDecodeCounterBytes +
-                                                    kFloat * rows * heads * (ring.slots + 1) * (2 + shape.rank));
+            // Maxima, sums and outputs of the slots, and a maximum and a sum for each 32 elements of a result.
+            const int64_t slots = rows * heads * (ring.slots + 1), states = rows * heads * (shape.rank / 32);
+            const auto needed =
+                static_cast<size_t>(cuda::kDecodeCounterBytes + kFloat * (slots * (2 + shape.rank) + states * 2));
             for (const int64_t up : {rows, int64_t{64}, int64_t{1000}})
                 EXPECT_GE(cuda::latentAttentionBytes(up, shape), needed) << heads << " heads, " << rows << " of " << up;
         }

@@ -81,7 +81,14 @@ protected:
     }
 
     void attend(const Case& c, const std::vector<Row>& rows, int64_t pagesPerTable, const AttentionReach& reach = {}) {
-        SCOPED_TRACE(nameOf(c));
+        attendOn(stream(), c, rows, pagesPerTable, {1, reach});
+    }
+    // rule: without a scale, and with sinks on the host.
+    void attendOn(Stream& stream, const Case& c, const std::vector<Row>& rows, int64_t pagesPerTable,
+                  AttentionRule rule) {
+        SCOPED_TRACE(nameOf(c) + ", " + std::to_string(rows.size()) + " rows, the first at " +
+                     std::to_string(rows[0].position) + ", " + std::to_string(stream.device().multiprocessors) +
+                     " processors, " + std::to_string(stream.device().sharedPerBlock) + " bytes shared");
         std::vector<int32_t> lengths;
         for (const Row& row : rows) {
             if (row.sequence >= static_cast<int32_t>(lengths.size())) lengths.resize(row.sequence + 1, 0);
@@ -95,12 +102,15 @@ protected:
         const DeviceArray<uint8_t> scratch(latentAttentionBytes(on.batch.rows, c.shape));
         require(cudaMemset(scratch.get(), 0, kDecodeCounterBytes));
         require(cudaDeviceSynchronize());
-        const AttentionRule rule{scaleOf(shape), reach};
+        rule.scale = scaleOf(shape);
+        const std::vector<float> expected = cache.attendOnCpu(q, rows, rule);
+        const DeviceArray<float> sinks(std::vector<float>(rule.sinks, rule.sinks + (rule.sinks ? shape.heads : 0)));
+        if (rule.sinks) rule.sinks = sinks.get();
         RowOutputs outputs;
         outputs.floats = out.get();
-        attentionDecode(stream(), deviceQ.get(), {shape.heads, 1, shape.headDim}, rule, on.batch, cache.onDevice(),
+        attentionDecode(stream, deviceQ.get(), {shape.heads, 1, shape.headDim}, rule, on.batch, cache.onDevice(),
                         scratch.get(), outputs);
-        EXPECT_TRUE(sameBits(cache.attendOnCpu(q, rows, rule), out.read()));
+        EXPECT_TRUE(sameBits(expected, out.read()));
         const std::vector<uint8_t> bytes = scratch.read();
         EXPECT_TRUE(std::all_of(bytes.begin(), bytes.begin() + kDecodeCounterBytes, [](uint8_t b) { return b == 0; }));
     }
@@ -146,7 +156,52 @@ TEST_F(Latent, AttendsToLongTexts) {
     }
 }
 
+// So many heads that the ring is short: several batches of segments, whose places are used again.
+TEST_F(Latent, JoinsManyBatches) {
+    for (const int32_t pages : {33, 64, 65, 100, 270})
+        attend({KvType::BF16, {520, 8, 8, 8}}, {{0, pages * 64 - 7}}, pages);
+    std::vector<Row> rows;
+    for (int32_t i = 0; i < 26; i++) rows.push_back({i % 3, 64 * 64 + i * 317});
+    attend({KvType::BF16, {20, 32, 8, 8}}, rows, 200);
+}
+
+// How a batch is divided depends on the device: pages or segments, for few heads or for many; two pages in shared
+// memory, one, or none.
+TEST_F(Latent, AttendsWhateverTheDevice) {
+    for (const auto& [processors, shared] : std::vector<std::pair<int, size_t>>{
+             {132, 227}, {1, 227}, {4, 227}, {30, 227}, {108, 163}, {4, 163}, {24, 99}, {3, 99}, {40, 64}, {2, 64}}) {
+        DeviceInfo device = stream().device();
+        device.multiprocessors = processors;
+        device.sharedPerBlock = std::min(device.sharedPerBlock, shared * 1024);
+        Stream on(device);
+        for (const KvType type : {KvType::BF16, KvType::F32}) {
+            attendOn(on, {type, {20, 512, 64, 192}}, {{0, 1600}, {0, 1601}, {1, 63}, {1, 64}, {2, 0}}, 26, {});
+            attendOn(on, {type, {24, 512, 64, 192}}, {{0, 700}}, 11, {});
+        }
+        attendOn(on, {KvType::F16, {7, 512, 64, 192}}, {{0, 300}, {1, 800}}, 13, {});
+    }
+}
+
+TEST_F(Latent, AttendsAtBordersOfSegmentsAndHeads) {
+    for (const int32_t heads : {1, 4, 5, 8, 9, 16, 20, 24, 25, 128})
+        for (const int32_t tokens : {1, 63, 64, 65, 255, 256, 257, 513}) {
+            const Case c = {KvType::BF16, {heads, 512, 64, 128}};
+            attend(c, {{0, tokens - 1}}, 9);
+            if (heads == 20) attend(c, {{0, tokens - 1}, {1, 512}, {1, -1}}, 9);
+        }
+}
+
+TEST_F(Latent, AttendsByAnyRule) {
+    const Case& c = kCases[2];
+    const std::vector<float> sinks = randomFloats(c.shape.heads);
+    for (const int32_t position : {5, 400})
+        attendOn(stream(), c, {{0, position}, {1, 70}, {1, -1}}, 7, {1, {}, 0.7f, sinks.data()});
+}
+
 TEST_F(Latent, AttendsWithinAWindow) {
+    for (const int32_t window : {1, 64, 65, 300})
+        attend(kCases[0], {{0, 700}, {0, 767}, {0, 768}, {1, 3}, {2, 1200}}, 20, {window, 0});
+    attend(kCases[4], {{0, 700}, {1, 3}}, 12, {0, 128});
     for (const Case& c : {kCases[0], kCases[4]}) attend(c, {{0, 700}, {0, 701}, {1, 3}}, 12, {100, 0});
 }
 
