@@ -157,12 +157,12 @@ __device__ __forceinline__ void divideRows(const LatentArgs& args, const LatentB
     } else if (most > kFewQueries && pages * latentParts(args.heads, kFewQueries) <= blocks) {
         queries = kFewQueries;
     } else {
-        // Whole segments leave less to join, but come in units of four pages. A page costs a seventh more than a
-        // quarter of a segment.
+        // Whole segments come in units of four pages, but a page costs two thirds more than a quarter of a segment:
+        // nothing runs beside its scores, and each page's sums are written and joined.
         const int parts = latentParts(args.heads, most);
         const int byPage = (pages * parts + blocks - 1) / blocks,
                   bySegment = (segments * parts + blocks - 1) / blocks * kSegmentPages;
-        atPages = byPage * 8 < bySegment * 7;
+        atPages = byPage * 5 < bySegment * 3;
     }
 #pragma unroll
     for (int half = 0; half < kHalves; half++) {
