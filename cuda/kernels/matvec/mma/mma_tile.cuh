@@ -103,7 +103,8 @@ public:
         const int l = lane(), m = member();
         _staged = _shared + (group() * kSlices + slice()) * kWarpBytes;
         _unpacked = _staged + chunkOffset(rowOfPair(0), 0, block());
-        _ring = _shared + kGroups * kSlices * kWarpBytes + warp() * kRingBytes;
+        _copies = RingCopies<Ring, kAhead>(_shared + kGroups * kSlices * kWarpBytes + warp() * kRingBytes, _units,
+                                           begin, group(), items, _steps);
         const uint32_t columns =
             _shared + kGroups * kSlices * kWarpBytes + kWarps * kRingBytes + slice() * stages(cols) * kStageBytes;
         _copied = columns + chunkOffset(m / (2 * kBlocks), m / kBlocks % 2, m % kBlocks);
@@ -124,9 +125,7 @@ public:
         if (_items <= 0 || _steps == 0) return;
         findRows(place, 0);
         if constexpr (kAhead > 0) {
-            findCopied(place);
-#pragma unroll
-            for (int i = 0; i < kAhead; ++i) copyWeights(place);
+            _copies.start(place);
         } else {
             fetch(place);
         }
@@ -166,7 +165,7 @@ public:
                 }
                 multiply(stage, acc);
                 __syncwarp();  // before the staged weights are overwritten
-                if constexpr (kAhead > 0) copyWeights(place);
+                if constexpr (kAhead > 0) _copies.next(place);
                 stage = kResident ? stage + kStageBytes : nextStage(stage);
             }
             if (kResident) stage = 0;
@@ -280,25 +279,6 @@ private:
 
     // --- weights in the ring
 
-    template <typename Place> __device__ __forceinline__ void findCopied(const Place& place) {
-        if (_nextItem >= _items) return;
-#pragma unroll
-        for (int own = 0; own < kOwn; ++own) _copiedRows[own] = place(_nextItem, group() + own);
-    }
-    // Begins the copies of the step that is kAhead behind the one in the slot.
-    template <typename Place> __device__ __forceinline__ void copyWeights(const Place& place) {
-        if (_nextItem < _items) {
-            const int first = _nextStep * kContractAccumulators + blockAt(slice(), 0);
-            if (first < _units) Ring::copy(_ring + _slot, _copiedRows, _units, first);
-            if (++_nextStep == _steps) {
-                _nextStep = 0;
-                ++_nextItem;
-                findCopied(place);
-            }
-        }
-        closeCopies();
-        _slot = _slot == (kAhead - 1) * Ring::kBytes ? 0 : _slot + Ring::kBytes;
-    }
     // Waits for the copies of a step: its weights, and the thread's part of its columns. Those of the first kAhead
     // steps' weights are the first groups. Behind them come two groups of a resident tile's columns, or kAhead steps of
     // columns one by one. From then on, each step closes one group of columns, unless they are resident, and one of
@@ -326,7 +306,7 @@ private:
 #pragma unroll
             for (int i = 0; i < kUnits; ++i) {
                 const auto planes =
-                    Ring::at(_ring + _slot, own * kMmaRows + rowOfPair(i), block(), _first[own][i] + first);
+                    Ring::at(_copies.slot(), own * kMmaRows + rowOfPair(i), block(), _first[own][i] + first);
                 BlockFactors factors = blockFactors<D>(floatScales<D>(loadScales<D>(planes, at % 8), at % 8));
                 if (first >= _units) factors = {};
                 Numbers::write(to + i * (32 / kBlocks) * Numbers::kFields * 4, factors);
@@ -458,7 +438,7 @@ private:
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     if constexpr (kAhead > 0) {
-                        const auto planes = Ring::at(_ring + _slot, own * kMmaRows + r * 8 + l / 4, first + k, 0);
+                        const auto planes = Ring::at(_copies.slot(), own * kMmaRows + r * 8 + l / 4, first + k, 0);
                         const auto words = CodeWords<D>::load(planes, l % 4);
                         w[own].a[k][r] = Numbers::signedCodes(words.low);
                         w[own].a[k][2 + r] = Numbers::signedCodes(words.high);
@@ -523,8 +503,7 @@ private:
     uint32_t _staged;                               // the warp's own shared memory
     uint32_t _unpacked;                             // where the lane writes its first block's codes
     uint32_t _copied, _copiedEnd, _columns, _ends;  // in the first stage: what the thread copies, and what it reads
-    uint32_t _ring, _slot = 0;                      // the slot of the step that is multiplied: bytes
-    MmaRows<D> _copiedRows[kOwn];
+    RingCopies<Ring, kAhead> _copies;
     typename Weights::Base _base[kOwn];
     Raw _raw[kOwn][kUnits];
     uint32_t _first[kOwn][kUnits];  // the first blocks of the lane's rows

@@ -93,6 +93,10 @@ template <DType D> __device__ __forceinline__ typename Format<D>::Raw loadScales
 // kBlocks: neighbouring blocks of a row in a step, 4 or 8. kOwn: the warp's groups of 16 rows. Rows have a multiple of
 // kRingElements, so that each row of a step begins at a multiple of what is copied at once.
 template <DType D, int kBlocks, int kOwn> class WeightRing {
+public:
+    using Rows = MmaRows<D>[kOwn];
+
+private:
     using P = PlanesOf<D>;  // of the matrix
     static constexpr int kRows = kMmaRows * kOwn;
 
@@ -177,6 +181,52 @@ private:
                          : "memory");
 #endif
     }
+};
+
+// Copies the steps of all items to a warp's ring, kSteps ahead, one group of copies for each.
+template <class Ring, int kSteps> class RingCopies {
+public:
+    RingCopies() = default;
+    // ring: kSteps * Ring::kBytes of shared memory. block: the first of the warp's blocks in a step. group: the first
+    // of its groups. steps: of an item.
+    __device__ __forceinline__ RingCopies(uint32_t ring, int units, int block, int group, int items, int steps)
+        : _ring(ring), _units(units), _block(block), _group(group), _items(items), _steps(steps) {}
+
+    // Begins the first copies.
+    template <typename Place> __device__ __forceinline__ void start(const Place& place) {
+        findRows(place);
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) next(place);
+    }
+    // The step in the slot has been multiplied: begins the copies of the one that is kSteps behind it.
+    template <typename Place> __device__ __forceinline__ void next(const Place& place) {
+        if (_item < _items) {
+            const int first = _step * kContractAccumulators + _block;
+            if (first < _units) Ring::copy(slot(), _rows, _units, first);
+            if (++_step == _steps) {
+                _step = 0;
+                ++_item;
+                findRows(place);
+            }
+        }
+        closeCopies();
+        _slot = _slot == (kSteps - 1) * Ring::kBytes ? 0 : _slot + Ring::kBytes;
+    }
+    // Where the step lies that is multiplied next.
+    __device__ __forceinline__ uint32_t slot() const { return _ring + _slot; }
+
+private:
+    template <typename Place> __device__ __forceinline__ void findRows(const Place& place) {
+        if (_item >= _items) return;
+#pragma unroll
+        for (int own = 0; own < static_cast<int>(sizeof _rows / sizeof _rows[0]); ++own)
+            _rows[own] = place(_item, _group + own);
+    }
+
+    uint32_t _ring = 0, _slot = 0;  // _slot: bytes
+    int _units = 0, _block = 0, _group = 0, _items = 0, _steps = 0;
+    int _item = 0, _step = 0;  // to copy next
+    typename Ring::Rows _rows;
 };
 
 }  // namespace sharpi::cuda
