@@ -179,6 +179,12 @@ template <DType T> struct PlanesOf {
     template <typename Index> static __device__ __forceinline__ Planes at(const Planes& begin, Index n) {
         return {{step<0>(begin, n), step<1>(begin, n), step<2>(begin, n), step<3>(begin, n)}};
     }
+    // Bytes from plane p's beginning to block n, or to its superblock.
+    template <int p, typename Index> static __device__ __forceinline__ int64_t offset(Index n) {
+        constexpr int kShift = kBlocks<p> == 8 ? 3 : kBlocks<p> == 4 ? 2 : 0;
+        static_assert(kBlocks<p> == 1 << kShift);
+        return static_cast<int64_t>(n >> kShift) * kBytes<p>;
+    }
     // One thread prefetches blocks into the L2 cache. The first of them is the first of a superblock.
     static __device__ __forceinline__ void fetchAhead(const Planes& base, uint32_t first, int64_t blocks) {
         const Planes begin = at(base, first), end = at(base, first + blocks);
@@ -191,9 +197,7 @@ template <DType T> struct PlanesOf {
 private:
     template <int p, typename Index>
     static __device__ __forceinline__ const uint8_t* step(const Planes& begin, Index n) {
-        constexpr int kShift = kBlocks<p> == 8 ? 3 : kBlocks<p> == 4 ? 2 : 0;
-        static_assert(kBlocks<p> == 1 << kShift);
-        return begin.plane[p] + static_cast<int64_t>(n >> kShift) * kBytes<p>;
+        return begin.plane[p] + offset<p>(n);
     }
 };
 

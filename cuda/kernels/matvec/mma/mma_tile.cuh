@@ -355,11 +355,9 @@ private:
     }
     // Waits for the team's copies. In a resident tile, those of the first step are a group, and all others another one.
     __device__ __forceinline__ void finishColumns(int stage, int step) const {
-        if (kAhead > 0) {  // awaitStep() has waited
-        } else if (kResident && step > 0) {
-            waitForCopies<0>();
-        } else {
-            waitForCopies<kResident ? 1 : kStages - 2>();
+        if (kAhead == 0) {  // else awaitStep() has waited
+            if (kResident && step > 0) waitForCopies<0>();
+            else waitForCopies<kResident ? 1 : kStages - 2>();
         }
         scaleSums(stage);
         meet<kTeam>(1 + slice());

@@ -148,7 +148,7 @@ public:
                 const uint32_t first =
                     static_cast<uint32_t>(min(begin + row, last)) * static_cast<uint32_t>(units) + block;
                 const uint8_t* from = isSecond ? high.base.plane[Q::kIndex] : low.base.plane[Q::kIndex];
-                from += static_cast<int64_t>(first / Q::kOf) * Q::kBytes;
+                from += P::template offset<Q::kIndex>(first);
                 if (Q::kIsPart) from -= reinterpret_cast<uintptr_t>(from) & 2;
                 copyWeights<Q::kPiece>(to + Q::kBegin + (row * Q::kPieces + (piece ^ Q::swizzle(row))) * Q::kPiece,
                                        from + piece * Q::kPiece);
@@ -165,7 +165,7 @@ public:
             uint32_t at = from + Q::kBegin + row * Q::kRow;
             if (Q::kIsSwizzled) at += (byte / 16 ^ Q::swizzle(row)) * 16 + byte % 16;
             else at += byte;
-            if (Q::kIsPart) at += first / Q::kOf * Q::kBytes & 2;
+            if (Q::kIsPart) at += P::template offset<Q::kIndex>(first) & 2;
             planes.plane[Q::kIndex].at = at;
         });
         return planes;
