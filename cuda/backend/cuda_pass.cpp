@@ -10,8 +10,13 @@ cuda::RowOutputs CudaPass::exactForms(Readers readers, const GpuScratch::Exact& 
     cuda::RowOutputs forms;
     for (const Matrix& m : readers) {
         if (m.rows == 0) continue;  // a part without a gate has no `up`
-        if (info(m.type).isFloat) forms.floats = floats(to.floats);
-        else forms.quantized = cuda::quantizedRowsOver(at<uint8_t>(to.quantized), rows, cols);
+        if (info(m.type).isFloat) {
+            forms.floats = floats(to.floats);
+            continue;
+        }
+        const bool columns = forms.quantized.wide.written || cuda::readsColumns(stream, m.type, rows);
+        forms.quantized = cuda::quantizedRowsOver(at<uint8_t>(to.quantized), rows, cols);
+        forms.quantized.wide.written = columns;
     }
     return forms;
 }
@@ -75,6 +80,7 @@ const Activations& CudaPass::shape(RowInput input, Readers readers, int64_t cols
     const GpuScratch::Input& to = layout->input(input);
     Activations& rows = _inputs[static_cast<size_t>(input)];
     rows = {exactForms(readers, to.exact, exactRows() * perRow, cols), halves(to.fast), cols};
+    if (perRow != 1) withoutColumns(input);  // products by head or by expert read rows
     return rows;
 }
 

@@ -72,6 +72,8 @@ public:
     // Throws Error(Internal) unless these rows were written in this pass.
     const Activations& input(RowInput input) const;
     void forgetInputs() { _inputs = {}; }
+    // What writes such exact rows does not write their columns (cuda::WideColumns).
+    void withoutColumns(RowInput input) { _inputs[static_cast<size_t>(input)].exact.quantized.wide.written = false; }
     // Where such exact rows lie as floats, whether their readers take them or not.
     float* exactFloats(RowInput input) const { return floats(layout->input(input).exact.floats); }
     // The forms of exact rows alone, in buffers of the caller's choice.

@@ -67,6 +67,7 @@ void CudaProducts::add(const Activations& x, const Weight& w, const float* bias)
 void CudaProducts::gatedLinear(const Activations& x, const GatedProduct& product, const Weight& reader) {
     const Activations& hidden = _pass.shape(RowInput::Hidden, {reader}, reader.cols);
     _hiddenReader = reader.file;
+    if (shares(product.gate)) _pass.withoutColumns(RowInput::Hidden);  // another processor's part comes in rows
     if (shares(product.gate) || shares(reader)) sharedGated(x, product, reader, hidden);
     else gated(x, product, hidden);
 }

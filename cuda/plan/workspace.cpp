@@ -21,11 +21,15 @@ size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 }  // namespace
 
-// Whole kWideRows, each element with a byte, and each block with four floats.
-static size_t wideBytes(int64_t rows, int64_t cols) {
+// The blocks of the bundles of WideColumns: those of whole kWideRows.
+static size_t wideBlocks(int64_t rows, int64_t cols) {
     if (rows <= kNarrowRows) return 0;
-    const int64_t whole = (std::min<int64_t>(rows, kMostWideRows) + kWideRows - 1) / kWideRows * kWideRows;
-    return aligned(static_cast<size_t>(whole * (cols + cols / kContractBlock * 4 * int64_t{sizeof(float)})));
+    const int64_t whole = (std::min<int64_t>(rows, kMostWideRows) + kWideRows - 1) / kWideRows;
+    return static_cast<size_t>(whole * (kWideRows / WideColumns::kBundle) * (cols / kContractBlock));
+}
+
+static size_t wideBytes(int64_t rows, int64_t cols) {
+    return aligned(wideBlocks(rows, cols) * (WideColumns::kCodeBytes + WideColumns::kEndFloats * sizeof(float)));
 }
 
 size_t quantizedRowsBytes(int64_t rows, int64_t cols) {
@@ -44,7 +48,10 @@ QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols) {
     at += aligned(blocks * sizeof(float));
     over.sums = reinterpret_cast<int32_t*>(at);
     at += aligned(blocks * sizeof(int32_t));
-    if (rows > kNarrowRows) over.wide = at;
+    if (rows > kNarrowRows) {
+        over.wide.codes = at;
+        over.wide.ends = reinterpret_cast<float*>(at + wideBlocks(rows, cols) * WideColumns::kCodeBytes);
+    }
     return over;
 }
 

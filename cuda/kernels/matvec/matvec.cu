@@ -79,6 +79,10 @@ static bool canBeTogether(const Stream& stream, DType type, int rows) {
     return !isFloatType(type) && rows <= (usesMma(stream, type, rows) ? kNarrowRows : kPlainMatvecRows);
 }
 
+bool readsColumns(const Stream& stream, DType type, int64_t rows) {
+    return rows > kNarrowRows && rows <= kMaxMatvecRows && hasMma(stream, type) && !isRareType(type);
+}
+
 void matvec(Stream& stream, const MatvecInput& x, int rows, const std::vector<MatvecOutput>& outputs) {
     if (rows == 0) return;
     std::vector<bool> done(outputs.size());
@@ -100,12 +104,12 @@ void matvec(Stream& stream, const MatvecInput& x, int rows, const std::vector<Ma
     const bool together = launches.size() > 1 && std::all_of(launches.begin(), launches.end(), [&](const auto& one) {
                               return canBeTogether(stream, one.first, rows);
                           });
-    bool arranged = false;
+    QuantizedRows in = x.quantized;  // columns that are arranged for a type serve the others
     for (auto& [type, p] : launches) {
-        p.arranged = arranged;
+        p.x.quantized = in;
         if (together) p.order = &p == &launches.front().second ? Together::First : Together::Later;
         launchDense(stream, type, p);
-        arranged = p.arranged;
+        in = p.x.quantized;
     }
 }
 

@@ -11,7 +11,7 @@ namespace sharpi::cuda {
 
 // The most rows that one call takes. More rows that follow the contract take several calls. A call is one launch for
 // each type, unless the type is a float or the device lacks int8 tensor cores: then each eight rows take another.
-// Before the products of more than kNarrowRows rows, their order in memory may be changed by one more launch.
+// Before the products of more than kNarrowRows rows, one more launch may arrange these (WideColumns).
 constexpr int kMaxMatvecRows = kMostWideRows;
 
 // The input of a product. Float weights read `floats` [rows, cols], quantized ones read `quantized`.
@@ -32,6 +32,9 @@ struct MatvecOutput {
     int64_t stride = 0;  // 0: w.rows
 };
 
+// Whether products of `rows` rows with matrices of this type read the rows' columns, if there are any: then what writes
+// the rows should write these.
+bool readsColumns(const Stream& stream, DType type, int64_t rows);
 // y = w x + bias for all outputs (same cols, any types), with one launch for each type.
 void matvec(Stream& stream, const MatvecInput& x, int rows, const std::vector<MatvecOutput>& outputs);
 // residual += w x + bias. Row t of residual is at residual + t * stride (0: w.rows).

@@ -36,6 +36,10 @@ static RowOutputs columnsFrom(const RowOutputs& out, int64_t begin) {
         shifted.quantized.q += block * (kContractBlock / 2);
         shifted.quantized.scale += block;
         shifted.quantized.sums += block;
+        if (out.quantized.wide.codes) {
+            shifted.quantized.wide.codes += block * WideColumns::kCodeBytes;
+            shifted.quantized.wide.ends += block * WideColumns::kEndFloats;
+        }
     }
     return shifted;
 }

@@ -31,7 +31,6 @@ struct Products {
     int32_t groups = 1;  // pairs of rows for each warp
     int32_t ahead = 0;   // units that a warp (floats) or each row of a wide tile prefetches
     bool add = false;
-    bool arranged = false;  // x.quantized.wide is filled
     Together order = Together::Alone;
     // Experts: pair p = blockIdx.y reads row p (rowPerPair) or p / used of x and writes row p of y. A pair with
     // chosen[p] < 0 is skipped.

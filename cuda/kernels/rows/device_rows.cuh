@@ -13,6 +13,7 @@
 #include "core/portable.h"
 #include "device/launch.cuh"
 #include "kernels/rows/rows.h"
+#include "kernels/rows/wide_columns.cuh"
 
 namespace sharpi::cuda {
 
@@ -158,11 +159,16 @@ __device__ __forceinline__ void quantizeLane(const QuantizedRows& to, int64_t ro
     const BlockScale scale = blockScale(warpMax(__float_as_uint(x) & 0x7fffffffu));
     const int32_t q = quantized(x, scale);
     const int32_t both = warpSum(lane < 16 ? q : q * 65536);
+    const int32_t sums = packedSums(both);
     to.q[((row * 2 + (lane >> 4)) * blocks + block) * 16 + (lane & 15)] = static_cast<int8_t>(q);
     if (lane == 0) {
         to.scale[row * blocks + block] = scale.scale;
-        to.sums[row * blocks + block] = packedSums(both);
+        to.sums[row * blocks + block] = sums;
     }
+    if (!to.wide.written) return;
+    const WideBlock wide(to.wide, row, blocks, block);
+    wide.half(lane >> 4)[lane & 15] = static_cast<uint8_t>(q);
+    if (lane < WideColumns::kFields) wide.storeEnd(lane, scale.scale, sums);
 }
 
 // Stores elements column .. column + 3 of row `row`, in lanes with column / 4 mod 8 = lane mod 8. The whole warp calls
@@ -187,12 +193,17 @@ __device__ __forceinline__ void quantizeQuad(const QuantizedRows& to, int64_t ro
 
     const int64_t block = column / kContractBlock;
     const uint32_t word = (q0 & 0xff) | (q1 & 0xff) << 8 | (q2 & 0xff) << 16 | static_cast<uint32_t>(q3) << 24;
+    const int32_t sums = packedSums(both);
     int8_t* q = to.q + ((row * 2 + (quad >> 2)) * blocks + block) * 16 + (quad & 3) * 4;
     *reinterpret_cast<uint32_t*>(q) = word;
     if (quad == 0) {
         to.scale[row * blocks + block] = scale.scale;
-        to.sums[row * blocks + block] = packedSums(both);
+        to.sums[row * blocks + block] = sums;
     }
+    if (!to.wide.written) return;
+    const WideBlock wide(to.wide, row, blocks, block);
+    *reinterpret_cast<uint32_t*>(wide.half(quad >> 2) + (quad & 3) * 4) = word;
+    if (quad < WideColumns::kFields) wide.storeEnd(quad, scale.scale, sums);
 }
 
 // --- halves for the tensor cores ----------------------------------------------------------------------------------

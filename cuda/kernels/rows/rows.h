@@ -8,22 +8,36 @@
 
 namespace sharpi::cuda {
 
+// Products of at most this many rows read QuantizedRows as they are.
+constexpr int kNarrowRows = 16;
+// Products of more rows take up to kMostWideRows at once, and kWideRows in a block.
+constexpr int kMostWideRows = 512, kWideRows = 64;
+constexpr int kWideColumns = 32;  // of a bundle, and of a warp
+
+// Quantized rows as products of more than kNarrowRows rows read them: what a tile copies at once lies side by side. 32
+// rows ("columns") make a *bundle*. For each block of a bundle there are:
+// - codes: the first halves of all columns' blocks, 16 bytes each, then the second halves;
+// - ends, kFields for each column: their scales; then these times the blocks' sums; then times the sums of the first
+//   halves; of the second.
+// Products have whole kWideRows of columns. Those past the last row may hold anything: what becomes of them is dropped.
+struct WideColumns {
+    static constexpr int kBundle = kWideColumns, kFields = 4, kCodeBytes = kBundle * 32, kEndFloats = kBundle * kFields;
+    uint8_t* codes = nullptr;  // null: there is no room for them
+    float* ends = nullptr;
+    int32_t first = 0;  // the column of the first row
+    // Whether what writes the rows writes their columns, too. Otherwise, products arrange them in one more launch.
+    bool written = false;
+};
+
 // Activations, quantized as core/contract.h says in section 1. cols is a multiple of 32, B = cols / 32.
 struct QuantizedRows {
     int8_t* q = nullptr;     // [rows][2][B][16]: the first 16 elements of every block, then the last 16 of every block
     float* scale = nullptr;  // [rows][B]
     // [rows][B]: the sum of the first 16 elements in the low half and of the last 16 in the high half (int16 each)
     int32_t* sums = nullptr;
-    // Scratch of products of more than kNarrowRows rows, which arrange the rows anew (matvec/mma/wide_columns.cuh):
-    // room for kMostWideRows rows, or for all. Null if there are no more than kNarrowRows.
-    uint8_t* wide = nullptr;
+    // Room for kMostWideRows rows, or for all; none if there are no more than kNarrowRows.
+    WideColumns wide = {};
 };
-
-// Products of at most this many rows read QuantizedRows as they are.
-constexpr int kNarrowRows = 16;
-// Products of more rows take up to kMostWideRows at once, and kWideRows in a block.
-constexpr int kMostWideRows = 512, kWideRows = 64;
-constexpr int kWideColumns = 32;  // of a bundle, and of a warp
 
 // Activations for the tensor cores: bf16 [rows][cols] (f16 on devices before 8.0, which lack bf16 units). lo, if it is
 // not null, is the remainder of the rounding: hi + lo has 16 bits of the value. Both are 16-byte aligned.
@@ -73,6 +87,7 @@ inline QuantizedRows rowsFrom(const QuantizedRows& rows, int64_t row, int64_t co
     if (rest.q) rest.q += row * cols;
     if (rest.scale) rest.scale += row * (cols / 32);
     if (rest.sums) rest.sums += row * (cols / 32);
+    rest.wide.first += static_cast<int32_t>(row);
     return rest;
 }
 inline HalfRows rowsFrom(const HalfRows& rows, int64_t row, int64_t cols) {

@@ -7,7 +7,7 @@
 
 #include "kernels/matvec/matvec_gated.cuh"
 #include "kernels/matvec/mma/mma_launch.cuh"
-#include "kernels/matvec/wide_columns.h"
+#include "kernels/rows/wide_columns.h"
 
 namespace sharpi::cuda {
 
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
         return MmaRows<kType>{Steps<kType>::base(group % 2 == 0 ? p.gate : p.up, p.shape),
                               firstRow + item * kItemRows + group / 2 * kMmaRows, p.hidden - 1};
     };
-    Tile tile(staged, p.cols, items, p.rows);
+    Tile tile(staged, p.cols, items);
     tile.start(place);
     if (firstColumn == 0) fetchRowsAhead<Tile>(place, items, p.cols, p.ahead);
     waitForPrevious();
@@ -67,7 +67,7 @@ template <DType D> void launchMmaGated(Stream& stream, GatedProduct p) {
     };
     // Rows of both matrices.
     const auto countRows = [&](int64_t rows) { return (2 * p.hidden + rows - 1) / rows; };
-    withMmaTile<D>(stream, {p.rows, p.cols, p.x.quantized.wide != nullptr}, (kContractBlock + 4) * sizeof(float),
+    withMmaTile<D>(stream, {p.rows, p.cols, p.x.quantized.wide.codes != nullptr}, (kContractBlock + 4) * sizeof(float),
                    countRows, [&](auto shape) {
                        using Tile = typename decltype(shape)::Tile;
                        const int64_t columnTiles = (p.rows + Tile::kColumns - 1) / Tile::kColumns,

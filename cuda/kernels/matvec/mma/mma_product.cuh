@@ -7,7 +7,7 @@
 
 #include "kernels/matvec/matvec_product.cuh"
 #include "kernels/matvec/mma/mma_launch.cuh"
-#include "kernels/matvec/wide_columns.h"
+#include "kernels/rows/wide_columns.h"
 
 namespace sharpi::cuda {
 
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
     const auto base = Steps<kType>::base(w.data, w.shape);
     const auto rowOf = [&](int item, int group) { return firstRow + item * kRows + group * kMmaRows; };
     const auto place = [&](int item, int group) { return MmaRows<kType>{base, rowOf(item, group), w.rows - 1}; };
-    Tile tile(staged, p.cols, items, p.rows);
+    Tile tile(staged, p.cols, items);
     tile.start(place);
     if (firstColumn == 0) fetchRowsAhead<Tile>(place, items, p.cols, p.ahead);
     awaitTogether(p.order);
@@ -51,14 +51,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
 #endif
 }
 
-// Sets p.arranged if it arranged the columns.
+// If it arranges columns, p says so afterwards.
 template <DType D> void launchMmaProducts(Stream& stream, Products& p) {
     const auto count = [&](int64_t rows) {
         int64_t all = 0;
         for (int i = 0; i < p.count; ++i) all += (p.product[i].rows + rows - 1) / rows;
         return all;
     };
-    withMmaTile<D>(stream, {p.rows, p.cols, p.x.quantized.wide != nullptr}, 0, count, [&](auto shape) {
+    withMmaTile<D>(stream, {p.rows, p.cols, p.x.quantized.wide.codes != nullptr}, 0, count, [&](auto shape) {
         using Tile = typename decltype(shape)::Tile;
         constexpr int kRows = kMmaRows * Tile::kGroups;
         const int64_t columnTiles = (p.rows + Tile::kColumns - 1) / Tile::kColumns;
@@ -71,8 +71,7 @@ template <DType D> void launchMmaProducts(Stream& stream, Products& p) {
             p.product[i].endBlock = static_cast<int32_t>(blocks);
         }
         if (Tile::kIsWide) p.ahead = mmaAhead(D, std::min(blocks, atOnce), kRows);
-        if (Tile::kIsWide && !p.arranged) arrangeColumns(stream, p.x.quantized, p.rows, p.cols);
-        p.arranged = p.arranged || Tile::kIsWide;
+        if (Tile::kIsWide) arrangeColumns(stream, p.x.quantized, p.rows, p.cols);
         launchMma<Tile>(stream, mmaProductKernel<Tile>, blocks * columnTiles, p);
     });
 }

@@ -95,7 +95,7 @@ public:
     using Layout::warp;
 
     // shared: sharedBytes(cols), aligned to 128 bytes.
-    __device__ __forceinline__ MmaTile(uint8_t* shared, int cols, int items, int = 0)
+    __device__ __forceinline__ MmaTile(uint8_t* shared, int cols, int items)
         : _units(cols / kContractBlock), _items(items), _shared(sharedAddress(shared)) {
         const int begin = blockAt(slice(), 0);
         _steps = (_units - begin + kContractAccumulators - 1) / kContractAccumulators;

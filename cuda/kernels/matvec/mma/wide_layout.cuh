@@ -2,7 +2,7 @@
 // wide_tile.cuh for what the words mean.
 #pragma once
 
-#include "kernels/matvec/mma/wide_columns.cuh"
+#include "kernels/matvec/mma/mma_layout.cuh"
 
 namespace sharpi::cuda {
 
@@ -37,7 +37,10 @@ template <DType D, int kRowWarps, int kColumnWarps> struct WideLayout {
     static constexpr int kRunNumbers = kRows * Numbers::kFields * 4, kSliceNumbers = kRuns * kRunNumbers + kShift;
     // Columns: for each run, those of all bundles, and for each bundle those of all slices, as WideColumns has them.
     static constexpr int kRunUnits = kBundles * kSlices, kStageUnits = kRuns * kRunUnits;
-    static constexpr int kEndBytes = WideColumns::kFields<D> * kWideColumns * 4;
+    // The fields of ends that a type copies, and where the sums begin that it reads.
+    static constexpr int kEndFields = Numbers::kColumnFields == 3 ? WideColumns::kFields : Numbers::kColumnFields;
+    static constexpr int kEndSums = Numbers::kColumnFields == 3 ? 2 : 1;
+    static constexpr int kEndBytes = kEndFields * kWideColumns * 4;
     static constexpr int kNumbersAt = whole(kSlices * kSliceCodes);
     static constexpr int kColumnsAt = kNumbersAt + whole(kSlices * kSliceNumbers);
     static constexpr int kEndsAt = kColumnsAt + kStageUnits * WideColumns::kCodeBytes;

@@ -43,6 +43,7 @@ template <DType D, int kRowWarps, int kColumnWarps> class MmaWideTile : WideLayo
     using Layout::kEndChunks;
     using Layout::kEnds;
     using Layout::kEndsAt;
+    using Layout::kEndSums;
     using Layout::kNumbersAt;
     using Layout::kOwn;
     using Layout::kRunCodes;
@@ -82,13 +83,11 @@ public:
     static constexpr bool kIsWide = true, kResident = false;
     static constexpr int kRounds = 1, kPairs = kGroups / 2, kMinBlocks = 1;
 
-    // shared: sharedBytes(cols), aligned to 128 bytes. cols: takes(cols). rows: of all of x. All threads call it, and
-    // meet.
-    __device__ __forceinline__ MmaWideTile(uint8_t* shared, int cols, int items, int rows)
+    // shared: sharedBytes(cols), aligned to 128 bytes. cols: takes(cols). All threads call it, and meet.
+    __device__ __forceinline__ MmaWideTile(uint8_t* shared, int cols, int items)
         : _units(cols / kContractBlock),
           _stagesOfItem(Layout::stages(_units)),
           _items(items),
-          _bundles(static_cast<int>(WideColumns::bundles(rows))),
           _shared(sharedAddress(shared)),
           _sums(_shared + kStages * kStageBytes + warp() * kWarpSumBytes),
           _order(_shared + kStages * kStageBytes + kWarps * kWarpSumBytes, _units) {
@@ -134,14 +133,14 @@ public:
         goOnLoading(place);
     }
 
-    // x has been arranged (WideColumns). rowOf(item, 0) is the row of x that is the first column of an item, a multiple
-    // of kColumns. done(item, 0) is called by all threads, and may use __syncthreads().
+    // x.wide is written. rowOf(item, 0) is the row of x that is the first column of an item, a multiple of kColumns.
+    // done(item, 0) is called by all threads, and may use __syncthreads().
     template <typename Place, typename RowOf, typename Done>
     __device__ __forceinline__ void run(const QuantizedRows& x, const Place& place, const RowOf& rowOf,
                                         const Done& done) {
         if (_items <= 0) return;
         const int all = _items * _stagesOfItem;
-        const WideColumns columns = WideColumns::over(x.wide, _bundles, _units);
+        const WideColumns& columns = x.wide;
         findColumns(rowOf);
         readCopied();
 #pragma unroll
@@ -352,7 +351,7 @@ private:
         for (int k = 0; k < 2; ++k)
             x.ends[k] =
                 Numbers::readColumns(_ends + slot + run * kRunUnits * kEndBytes + (2 * pair + k) * kMmaColumns * 4,
-                                     WideColumns::kSums<D> * kWideColumns * 4, kWideColumns * 4);
+                                     kEndSums * kWideColumns * 4, kWideColumns * 4);
     }
     // The integer products of a tile, as biased floats.
     using Products = float[kOwn][1 + Numbers::kHalves][4];
@@ -422,7 +421,7 @@ private:
         }
     }
 
-    const int _units, _stagesOfItem, _items, _bundles;
+    const int _units, _stagesOfItem, _items;
     const uint32_t _shared, _sums;
     const Order _order;
     uint32_t _unpacked, _unpackedNumbers, _copied, _copiedEnd;  // in the first stage: what the thread writes,

@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "attention_test.h"
+#include "column_test.h"
 
 namespace sharpi::cuda {
 namespace {
@@ -177,6 +178,27 @@ TEST_F(Decode, QuantizesAsTheContractSays) {
             ASSERT_EQ(static_cast<int16_t>(packed & 0xffff), rowSums[2 * b]);
             ASSERT_EQ(static_cast<int16_t>(packed >> 16), rowSums[2 * b + 1]);
         }
+    }
+}
+
+// Against convertRows of the CPU's floats.
+TEST_F(Decode, WritesColumnsWithManyRows) {
+    const Shape shape = {KvType::BF16, 6, 2, 96};
+    for (const int32_t count : {17, 33, 64}) {
+        std::vector<Row> rows;
+        for (int32_t i = 0; i < count; i++) rows.push_back({i % 3, i * 37 % 150});
+        Cache cache(shape, {150, 150, 150}, 3, 5);
+        const int64_t cols = 6 * 96;
+        const std::vector<float> q = randomFloats(rows.size() * cols);
+        const DeviceArray<float> deviceQ(q), expected(cache.attendOnCpu(q, rows, scaleOf(shape)));
+        const DeviceRows on(rows, cache);
+        const HeadShape heads = {shape.heads, shape.kvHeads, shape.headDim};
+        const DecodeScratch scratch(count, heads);
+        const DeviceArray<uint8_t> got(quantizedRowsBytes(count, cols)), wanted(got.size());
+        attentionDecode(stream(), deviceQ.get(), heads, {scaleOf(shape), {}}, on.batch, cache.onDevice(), scratch.get(),
+                        {nullptr, rowsWithColumns(got, count, cols), {}});
+        convertRows(stream(), expected.get(), count, cols, {nullptr, rowsWithColumns(wanted, count, cols), {}});
+        EXPECT_EQ(wanted.read(), got.read()) << count;
     }
 }
 

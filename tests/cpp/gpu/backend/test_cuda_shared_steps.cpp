@@ -76,6 +76,32 @@ TEST_F(CudaSharedSteps, EverySessionGivesTheCpusTokens) {
     }
 }
 
+// What writes rows writes the columns of products of many rows: no product arranges them in a launch of its own.
+TEST_F(CudaSharedSteps, ManyRowsTakeNoMoreLaunchesThanFew) {
+    for (const char* name : {"qwen3", "gemma3", "qwen35"}) {
+        tiny::Options tiny;
+        tiny.architecture = name;
+        tiny.layers = tiny::family(name).layers;
+        tiny.embedding = tiny.hidden = 256;
+        tiny.heads = tiny.kvHeads = 8;
+        tiny.headDim = 32;
+        tiny.matrices = DType::Q8_0;
+        SCOPED_TRACE(tiny::describe(tiny));
+        const auto engine = load(modelOf(tiny), roomy(true));
+        Recording& recording = *engine->backend().recording();
+        recording.setReplays(false);
+        Session session(engine);
+        const auto text = tokens(64, tiny.vocab);
+        std::vector<int64_t> launches;
+        for (const int64_t rows : {12, 17, 40, 64}) {
+            session.reset();
+            session.evaluate({text.begin(), text.begin() + rows}, RowKind::Decode, nullptr, {rows}, nullptr);
+            launches.push_back(recording.kernelsPerStep());
+        }
+        EXPECT_EQ(launches, std::vector<int64_t>(4, launches[0]));
+    }
+}
+
 // Steps of each number of rows, with logits of all rows and of none: more shapes than there may be records, so that
 // records replace each other.
 TEST_F(CudaSharedSteps, RecordsThatReplaceEachOtherKeepTheBits) {

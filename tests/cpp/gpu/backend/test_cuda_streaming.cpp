@@ -64,6 +64,11 @@ std::vector<tiny::Options> models() {
     wide.matrices = DType::F32;
     wide.used = 1;
     all.push_back(wide);
+    // Hidden rows that products of many rows read in columns, of which the CPU's part comes in rows.
+    tiny::Options columns;
+    columns.hidden = 128;
+    columns.seed = 9;
+    all.push_back(columns);
     tiny::Options hybrid;
     hybrid.architecture = "qwen35";
     hybrid.embedding = 160;

@@ -34,7 +34,7 @@ protected:
         const DeviceArray<float> x(floats);
         const DeviceArray<uint8_t> otherQuantized(quantized ? quantized->size() : 0);
         const DeviceArray<uint16_t> otherHi(floats.size()), otherLo(floats.size());
-        const QuantizedRows rows = quantized ? quantizedRowsOver(otherQuantized.get(), w.rows, cols) : QuantizedRows();
+        const QuantizedRows rows = quantized ? rowsWithColumns(otherQuantized, w.rows, cols) : QuantizedRows();
         convertRows(stream(), x.get(), w.rows, cols, {nullptr, rows, {otherHi.get(), otherLo.get()}});
         if (quantized) {
             EXPECT_EQ(otherQuantized.read(), quantized->read());
@@ -116,8 +116,7 @@ TEST_F(GatedDelta, RunsTheDeltaRuleWithTheBitsOfTheCpu) {
         const DeviceArray<uint16_t> hi(size), lo(size);
         const bool blocks = w.shape.valueWidth() % 32 == 0;
         const DeviceArray<uint8_t> quantized(blocks ? quantizedRowsBytes(w.rows, w.shape.valueWidth()) : 0);
-        const QuantizedRows rows =
-            blocks ? quantizedRowsOver(quantized.get(), w.rows, w.shape.valueWidth()) : QuantizedRows();
+        const QuantizedRows rows = blocks ? rowsWithColumns(quantized, w.rows, w.shape.valueWidth()) : QuantizedRows();
         prepareDelta(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch);
         deltaRule(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch,
                   {floats.get(), rows, {hi.get(), lo.get()}});
@@ -163,8 +162,7 @@ TEST_F(GatedDelta, StepsWithTheBitsOfTheCpu) {
         const DeviceArray<uint16_t> hi(size), lo(size);
         const bool blocks = w.shape.valueWidth() % 32 == 0;
         const DeviceArray<uint8_t> quantized(blocks ? quantizedRowsBytes(w.rows, w.shape.valueWidth()) : 0);
-        const QuantizedRows rows =
-            blocks ? quantizedRowsOver(quantized.get(), w.rows, w.shape.valueWidth()) : QuantizedRows();
+        const QuantizedRows rows = blocks ? rowsWithColumns(quantized, w.rows, w.shape.valueWidth()) : QuantizedRows();
         const std::vector<uint8_t> none(deltaStepBytes(device.batch.sequences.count, w.shape), 0);
         const DeviceArray<uint8_t> scratch(none);
         deltaStep(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch, scratch.get(),
@@ -283,8 +281,7 @@ protected:
         const HalfRows keys = {keysHi.get(), split ? keysLo.get() : nullptr};
         const bool blocks = w.shape.valueWidth() % 32 == 0;
         const DeviceArray<uint8_t> quantized(blocks ? quantizedRowsBytes(w.rows, w.shape.valueWidth()) : 0);
-        const QuantizedRows rows =
-            blocks ? quantizedRowsOver(quantized.get(), w.rows, w.shape.valueWidth()) : QuantizedRows();
+        const QuantizedRows rows = blocks ? rowsWithColumns(quantized, w.rows, w.shape.valueWidth()) : QuantizedRows();
         prepareDelta(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch, ranges,
                      windows.get(), keys);
         deltaRuleInChunks(stream(), device.inputs(), keys, device.parameters(), w.shape, device.states(), device.batch,
@@ -329,11 +326,11 @@ TEST_F(GatedDelta, WritesNoFormThatIsNotAskedFor) {
     const DeviceArray<uint8_t> quantized(quantizedRowsBytes(w.rows, w.shape.valueWidth())), expected(quantized.size());
     prepareDelta(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch);
     deltaRule(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch,
-              {nullptr, quantizedRowsOver(quantized.get(), w.rows, w.shape.valueWidth()), {}});
+              {nullptr, rowsWithColumns(quantized, w.rows, w.shape.valueWidth()), {}});
     w.useCpu();
     const DeviceArray<float> floats(w.gated(w.out));
     convertRows(stream(), floats.get(), w.rows, w.shape.valueWidth(),
-                {nullptr, quantizedRowsOver(expected.get(), w.rows, w.shape.valueWidth()), {}});
+                {nullptr, rowsWithColumns(expected, w.rows, w.shape.valueWidth()), {}});
     EXPECT_EQ(expected.read(), quantized.read());
 }
 
@@ -358,7 +355,7 @@ TEST_F(GatedDelta, RefusesWhatItHasNoKernelsFor) {
 
 TEST_F(GatedDelta, GatesAttentionWithTheBitsOfTheCpu) {
     for (const auto& [heads, headDim] : {std::pair{24, 256}, {2, 16}, {3, 32}, {4, 8}}) {
-        const int64_t rows = 5, cols = heads * headDim;
+        const int64_t rows = 18, cols = heads * headDim;
         std::vector<float> gated = randomFloats(2 * rows * cols, 5.0f);
         const float edges[] = {0.0f, -0.0f, 87.5f, -87.5f, 100.0f, -100.0f, INFINITY, -INFINITY};
         std::copy(std::begin(edges), std::end(edges), gated.begin() + headDim);  // the first gate
@@ -373,9 +370,9 @@ TEST_F(GatedDelta, GatesAttentionWithTheBitsOfTheCpu) {
         EXPECT_TRUE(sameBits(q, deviceQ.read()));
         cpu::kernels().sigmoidMul(x.data(), gates.data(), rows * cols);
         gateHeads(stream(), deviceX.get(), deviceGated.get(), rows, heads, headDim,
-                  {deviceX.get(), quantizedRowsOver(quantized.get(), rows, cols), {}});
+                  {deviceX.get(), rowsWithColumns(quantized, rows, cols), {}});
         EXPECT_TRUE(sameBits(x, deviceX.read())) << headDim;
-        convertRows(stream(), deviceX.get(), rows, cols, {nullptr, quantizedRowsOver(expected.get(), rows, cols), {}});
+        convertRows(stream(), deviceX.get(), rows, cols, {nullptr, rowsWithColumns(expected, rows, cols), {}});
         EXPECT_EQ(expected.read(), quantized.read());
     }
 }

@@ -375,7 +375,7 @@ TEST_F(Mamba, NormsEachGroupInEveryForm) {
             const DeviceArray<uint8_t> quantized(blocks ? quantizedRowsBytes(rows, shape.width()) : 0),
                 other(quantized.size());
             const auto over = [&](const DeviceArray<uint8_t>& buffer) {
-                return blocks ? quantizedRowsOver(buffer.get(), rows, shape.width()) : QuantizedRows();
+                return blocks ? rowsWithColumns(buffer, rows, shape.width()) : QuantizedRows();
             };
             normMamba(stream(), device.gate.get(), device.parameters, shape, rows,
                       {floats.get(), over(quantized), {hi.get(), lo.get()}});

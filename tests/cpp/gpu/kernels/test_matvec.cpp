@@ -5,6 +5,7 @@
 #include <memory>
 #include <numeric>
 
+#include "column_test.h"
 #include "core/portable.h"
 #include "cpu/kernels.h"
 #include "gpu_test.h"
@@ -195,6 +196,18 @@ protected:
         return inputs(randomFloats(static_cast<size_t>(rows * cols)), rows, cols, isFloat);
     }
 
+    // Quantized inputs whose columns were written with them. Products that read their rows get poison.
+    Inputs inputsInColumns(int64_t rows, int64_t cols) {
+        Inputs in{rows, cols, randomFloats(static_cast<size_t>(rows * cols)), nullptr, nullptr};
+        in.buffer = std::make_unique<DeviceArray<uint8_t>>(quantizedRowsBytes(rows, cols));
+        const DeviceArray<float> x(in.x);
+        convertRows(stream(), x.get(), rows, cols, {nullptr, rowsWithColumns(*in.buffer, rows, cols), {}});
+        require(cudaDeviceSynchronize());
+        require(cudaMemset(in.buffer->get(), 0xff, static_cast<size_t>(rows * cols)));
+        require(cudaDeviceSynchronize());
+        return in;
+    }
+
     // matvec of one matrix against the CPU and the reference kernel.
     void checkProduct(const Weights& w, const Inputs& in, const std::vector<float>& bias) {
         SCOPED_TRACE(std::string(info(w.type).name) + " " + std::to_string(w.rows) + " x " + std::to_string(w.cols) +
@@ -306,6 +319,36 @@ TEST_F(MatvecTest, WideTilesHaveTheCpusBits) {
                 for (const int64_t rows : {17, 32, 48, 64, 100})
                     checkProduct(w, inputs(rows, cols, false), randomFloats(static_cast<size_t>(w.rows)));
             }
+}
+
+// Of rows that came with columns. Large and small tiles, which read them differently; the columns past the last row are
+// poison.
+TEST_F(MatvecTest, ReadsTheColumnsThatCameWithRows) {
+    const int64_t blocks = stream().device().multiprocessors;
+    for (const DType type : {DType::Q4_K, DType::Q6_K, DType::Q8_0, DType::Q2_K})
+        for (const int64_t outputs : {int64_t{70}, blocks * 64 - 5}) {
+            const Weights w = weights(type, outputs, 512);
+            for (const int64_t rows : {17, 32, 33, 64, 65}) {
+                if (!readsColumns(stream(), type, rows)) continue;
+                SCOPED_TRACE(std::string(info(type).name) + ", " + std::to_string(rows) + " rows");
+                const Inputs in = inputsInColumns(rows, 512);
+                MatvecInput x;
+                x.quantized = rowsWithColumns(*in.buffer, rows, 512);
+                const DeviceArray<float> y(static_cast<size_t>(rows * outputs));
+                const int64_t before = stream().launches();
+                matvec(stream(), x, static_cast<int>(rows), {{w.device(), nullptr, y.get()}});
+                EXPECT_EQ(stream().launches() - before, 1);
+                EXPECT_TRUE(sameBits(product(w.host(), in.x, rows), y.read()));
+            }
+        }
+}
+
+TEST_F(MatvecTest, ColumnsAreReadByRowsThatAreMany) {
+    const bool any = stream().device().codeVersion >= 80;
+    for (const int64_t rows : {1, 16, 17, 512, 513})
+        EXPECT_EQ(readsColumns(stream(), DType::Q4_K, rows), any && rows > 16 && rows <= 512) << rows;
+    EXPECT_FALSE(readsColumns(stream(), DType::F32, 64));
+    EXPECT_FALSE(readsColumns(stream(), DType::BF16, 64));
 }
 
 // The most rows of one call.
@@ -461,6 +504,13 @@ void expectForms(const std::vector<float>& expected, int64_t rows, int64_t hidde
     EXPECT_EQ(want.sums, readBack(quantized.sums, want.sums.size()));
 }
 
+// The same of rows that came with columns.
+void expectForms(const std::vector<float>& expected, int64_t rows, int64_t hidden, const float* floats,
+                 const DeviceArray<uint8_t>& buffer) {
+    expectForms(expected, rows, hidden, floats, quantizedRowsOver(buffer.get(), rows, hidden));
+    EXPECT_TRUE(hasItsColumns(buffer, rows, hidden));
+}
+
 TEST_F(MatvecTest, GatedHasTheCpusBits) {
     for (const DType type : allTypes()) {
         for (const Shape shape : {Shape{96, 768}, Shape{32, 2304}}) {
@@ -474,10 +524,9 @@ TEST_F(MatvecTest, GatedHasTheCpusBits) {
                 const DeviceArray<uint8_t> buffer(quantizedRowsBytes(rows, shape.rows));
                 RowOutputs out;
                 if (rows % 4 != 1) out.floats = floats.get();
-                out.quantized = quantizedRowsOver(buffer.get(), rows, shape.rows);
+                out.quantized = rowsWithColumns(buffer, rows, shape.rows);
                 matvecGated(stream(), in.input(), static_cast<int>(rows), gate.device(), up.device(), out);
-                expectForms(gatedProduct(gate.host(), up.host(), in.x, rows), rows, shape.rows, out.floats,
-                            out.quantized);
+                expectForms(gatedProduct(gate.host(), up.host(), in.x, rows), rows, shape.rows, out.floats, buffer);
             }
         }
         // Not whole blocks: floats only.
@@ -506,9 +555,9 @@ TEST_F(MatvecTest, GatedWideTilesHaveTheCpusBits) {
                     inputs(randomFloats(static_cast<size_t>(rows * cols), 0.002f), rows, cols, info(type).isFloat);
                 const DeviceArray<uint8_t> buffer(quantizedRowsBytes(rows, hidden));
                 RowOutputs out;
-                out.quantized = quantizedRowsOver(buffer.get(), rows, hidden);
+                out.quantized = rowsWithColumns(buffer, rows, hidden);
                 matvecGated(stream(), in.input(), static_cast<int>(rows), gate.device(), up.device(), out);
-                expectForms(gatedProduct(gate.host(), up.host(), in.x, rows), rows, hidden, nullptr, out.quantized);
+                expectForms(gatedProduct(gate.host(), up.host(), in.x, rows), rows, hidden, nullptr, buffer);
             }
         }
 }
@@ -619,7 +668,7 @@ TEST_F(MatvecPartTest, GatedPartsHaveTheBitsOfTheWhole) {
     const int64_t hidden = 288;
     for (const DType type : kPartTypes) {
         const Weights gate = weights(type, hidden, 512), up = weights(type, hidden, 512);
-        for (const int64_t rows : {1, 2, 5, 8}) {
+        for (const int64_t rows : {1, 2, 5, 8, 20}) {
             SCOPED_TRACE(std::string(info(type).name) + " rows " + std::to_string(rows));
             const Inputs in =
                 inputs(randomFloats(static_cast<size_t>(rows * 512), 0.002f), rows, 512, info(type).isFloat);
@@ -628,7 +677,7 @@ TEST_F(MatvecPartTest, GatedPartsHaveTheBitsOfTheWhole) {
             const DeviceArray<uint8_t> buffer(quantizedRowsBytes(rows, hidden));
             RowOutputs out;
             out.floats = floats.get();
-            out.quantized = quantizedRowsOver(buffer.get(), rows, hidden);
+            out.quantized = rowsWithColumns(buffer, rows, hidden);
             int64_t begin = hidden;  // from the last one on: each part leaves the others unchanged
             for (size_t i = sizes.size(); i-- > 0;) {
                 begin -= sizes[i];
@@ -641,7 +690,7 @@ TEST_F(MatvecPartTest, GatedPartsHaveTheBitsOfTheWhole) {
                     ASSERT_TRUE(sameBits({untouched.begin() + t * hidden, untouched.begin() + t * hidden + begin},
                                          {got.begin() + t * hidden, got.begin() + t * hidden + begin}));
             }
-            expectForms(expected, rows, hidden, out.floats, out.quantized);
+            expectForms(expected, rows, hidden, out.floats, buffer);
         }
     }
     // A part of rows that are not whole blocks: floats only.

@@ -1,6 +1,7 @@
 // What a part adds to the residual, and the norm of the sum, on the GPU: bit for bit against the CPU's kernels.
 #include <cstring>
 
+#include "column_test.h"
 #include "cpu/kernels.h"
 #include "gpu_test.h"
 #include "kernels/rows/residual.h"
@@ -111,7 +112,7 @@ protected:
         const auto forms = [&](const DeviceArray<uint8_t>& q, const DeviceArray<uint16_t>& high,
                                const DeviceArray<uint16_t>& low) {
             RowOutputs out;
-            if (blocks) out.quantized = quantizedRowsOver(q.get(), w.rows, w.cols);
+            if (blocks) out.quantized = rowsWithColumns(q, w.rows, w.cols);
             out.half = {high.get(), low.get()};
             return out;
         };

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "column_test.h"
 #include "core/contract.h"
 #include "core/half.h"
 #include "cpu/kernels.h"
@@ -62,7 +63,9 @@ class Rows : public GpuTest {
 protected:
     const cpu::Kernels& _cpu = cpu::kernels();
 
+    // With columns, if there is room.
     void expectQuantized(const std::vector<float>& x, int64_t rows, int64_t cols, const DeviceArray<uint8_t>& buffer) {
+        ASSERT_TRUE(hasItsColumns(buffer, rows, cols));
         const std::vector<uint8_t> bytes = buffer.read();
         const QuantizedRows at = quantizedRowsOver(const_cast<uint8_t*>(bytes.data()), rows, cols);
         const int64_t blocks = cols / 32, padded = (blocks + 7) / 8 * 8;
@@ -117,7 +120,7 @@ TEST_F(Rows, NormIsTheCpusInEveryForm) {
             const DeviceArray<float> deviceX(x), deviceWeight(weight), floats(rows * cols);
             const DeviceArray<uint8_t> quantized(quantizedRowsBytes(rows, cols));
             const DeviceArray<uint16_t> hi(rows * cols), lo(rows * cols);
-            const RowOutputs out = {floats.get(), quantizedRowsOver(quantized.get(), rows, cols), {hi.get(), lo.get()}};
+            const RowOutputs out = {floats.get(), rowsWithColumns(quantized, rows, cols), {hi.get(), lo.get()}};
             rmsNorm(stream(), deviceX.get(), nullptr, deviceWeight.get(), 1e-5f, rows, cols, out);
             ASSERT_TRUE(sameBits(expected, floats.read())) << rows << " rows of " << cols;
             expectQuantized(expected, rows, cols, quantized);
@@ -181,7 +184,7 @@ TEST_F(Rows, NormTakesItsWeightsInTurn) {
                 const DeviceArray<uint16_t> hi(rows * cols), lo(rows * cols);
                 RowOutputs out{floats.get(), {}, {}};
                 if (blocks) {
-                    out.quantized = quantizedRowsOver(quantized.get(), rows / kinds, cols * kinds);
+                    out.quantized = rowsWithColumns(quantized, rows / kinds, cols * kinds);
                     out.half = {hi.get(), lo.get()};
                 }
                 rmsNorm(stream(), deviceX.get(), deviceIndex.get(), deviceWeights.get() + skip, 1e-5f, rows, cols, out,
@@ -219,8 +222,8 @@ TEST_F(Rows, DotsAreTheCpusProducts) {
 }
 
 TEST_F(Rows, QuantizesDifficultBlocksAsTheCpuDoes) {
-    for (const int64_t cols : {32, 384, 1056, 4096}) {
-        const int64_t rows = 9;
+    for (const auto& [cols, rows] :
+         std::vector<std::pair<int64_t, int64_t>>{{32, 9}, {384, 9}, {1056, 9}, {4096, 9}, {32, 17}, {1056, 70}}) {
         std::vector<float> x;
         for (int64_t r = 0; r < rows; ++r) {
             const auto row = difficultRow(cols, random());
@@ -232,7 +235,7 @@ TEST_F(Rows, QuantizesDifficultBlocksAsTheCpuDoes) {
         const DeviceArray<uint8_t> quantized(quantizedRowsBytes(rows, cols));
         const DeviceArray<uint16_t> hi(rows * cols), lo(rows * cols);
         convertRows(stream(), deviceX.get(), rows, cols,
-                    {nullptr, quantizedRowsOver(quantized.get(), rows, cols), {hi.get(), lo.get()}});
+                    {nullptr, rowsWithColumns(quantized, rows, cols), {hi.get(), lo.get()}});
         expectQuantized(x, rows, cols, quantized);
         const auto low = lo.read();
         expectHalves(x, hi.read(), &low);
@@ -241,8 +244,8 @@ TEST_F(Rows, QuantizesDifficultBlocksAsTheCpuDoes) {
 }
 
 TEST_F(Rows, SiluIsTheCpusInEveryForm) {
-    for (const int64_t cols : {32, 96, 768, 1056, 6144}) {
-        const int64_t rows = 6;
+    for (const auto& [cols, rows] :
+         std::vector<std::pair<int64_t, int64_t>>{{32, 6}, {96, 6}, {768, 6}, {1056, 6}, {6144, 6}, {96, 33}}) {
         auto gate = randomFloats(rows * cols, 5.0f);
         const auto up = randomFloats(rows * cols);
         const float edges[] = {0.0f,   -0.0f,   87.0f, -87.0f, 88.0f,  -88.0f,
@@ -253,7 +256,7 @@ TEST_F(Rows, SiluIsTheCpusInEveryForm) {
         const DeviceArray<float> deviceGate(gate), deviceUp(up), floats(rows * cols);
         const DeviceArray<uint8_t> quantized(quantizedRowsBytes(rows, cols));
         const DeviceArray<uint16_t> hi(rows * cols), lo(rows * cols);
-        const RowOutputs out = {floats.get(), quantizedRowsOver(quantized.get(), rows, cols), {hi.get(), lo.get()}};
+        const RowOutputs out = {floats.get(), rowsWithColumns(quantized, rows, cols), {hi.get(), lo.get()}};
         gatedActivation(stream(), {}, deviceGate.get(), deviceUp.get(), rows, cols, out);
         ASSERT_TRUE(sameBits(expected, floats.read())) << cols;
         expectQuantized(expected, rows, cols, quantized);

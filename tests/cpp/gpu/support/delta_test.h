@@ -6,6 +6,7 @@
 #include <cmath>
 #include <memory>
 
+#include "column_test.h"
 #include "core/half.h"
 #include "core/portable.h"
 #include "cpu/kernels.h"
