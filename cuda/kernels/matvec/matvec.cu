@@ -75,8 +75,9 @@ static void launchDense(Stream& stream, DType type, Products& p) {
 }
 
 // Whether launchDense makes one launch, whose inputs are all there when those of the launch before it are.
-static bool canBeTogether(const Stream& stream, DType type, int rows) {
-    return !isFloatType(type) && rows <= (usesMma(stream, type, rows) ? kNarrowRows : kPlainMatvecRows);
+static bool canBeTogether(const Stream& stream, DType type, const QuantizedRows& x, int rows) {
+    if (usesMma(stream, type, rows)) return rows <= kNarrowRows || x.wide.written;
+    return !isFloatType(type) && rows <= kPlainMatvecRows;
 }
 
 bool readsColumns(const Stream& stream, DType type, int64_t rows) {
@@ -102,7 +103,7 @@ void matvec(Stream& stream, const MatvecInput& x, int rows, const std::vector<Ma
         if (p.count > 0) launches.emplace_back(leader.type, p);
     }
     const bool together = launches.size() > 1 && std::all_of(launches.begin(), launches.end(), [&](const auto& one) {
-                              return canBeTogether(stream, one.first, rows);
+                              return canBeTogether(stream, one.first, x.quantized, rows);
                           });
     QuantizedRows in = x.quantized;  // columns that are arranged for a type serve the others
     for (auto& [type, p] : launches) {

@@ -429,7 +429,7 @@ TEST_F(MatvecTest, ProductsOfSeveralTypesKeepTheirPlaceAmongKernels) {
         made.push_back(weights(DType::Q8_0, 32, kCols));
         return made;
     }();
-    for (const int64_t rows : {1, 8, 16}) {
+    for (const int64_t rows : {1, 8, 16, 40}) {
         SCOPED_TRACE(rows);
         const Inputs in[] = {inputs(rows, kCols, false), inputs(rows, kCols, false)};
         const Inputs made = inputs(rows, kCols, false);
@@ -441,10 +441,9 @@ TEST_F(MatvecTest, ProductsOfSeveralTypesKeepTheirPlaceAmongKernels) {
             outputs.push_back({one.device(), nullptr, y.back()->get()});
         }
         for (int64_t round = 0; round < kRounds; ++round) {
-            RowOutputs quantized;
-            quantized.quantized = made.input().quantized;
-            convertRows(stream(), x[round % 2].get(), rows, kCols, quantized);
-            matvec(stream(), made.input(), static_cast<int>(rows), outputs);
+            const QuantizedRows quantized = rowsWithColumns(*made.buffer, rows, kCols);
+            convertRows(stream(), x[round % 2].get(), rows, kCols, {nullptr, quantized, {}});
+            matvec(stream(), {nullptr, quantized}, static_cast<int>(rows), outputs);
             for (size_t i = 0; i < w.size(); ++i) {
                 copies.push_back(std::make_unique<DeviceArray<float>>(static_cast<size_t>(rows * w[i].rows)));
                 RowOutputs floats;
