@@ -50,6 +50,8 @@ template <DType D, int kRowWarps, int kColumnWarps> struct WideLayout {
     static constexpr int kChunks = kStageUnits * kUnitChunks / kThreads;
     static constexpr int kEnds = (kStageUnits * kEndChunks + kThreads - 1) / kThreads;
 
+    static constexpr int kOrderBytes = (kRuns + 1 + 3) / 4 * 16;  // of a stage, see WideOrder
+
     // A warp's sums: unfinished ones, and at an item's end those that other slices need.
     static constexpr int kSumCount = kOwn * kTiles * 4;  // of a lane
     static constexpr int kLevelBytes = kSumCount * 32 * 4;
@@ -65,8 +67,7 @@ template <DType D, int kRowWarps, int kColumnWarps> struct WideLayout {
     }
     static __host__ __device__ constexpr int stages(int units) { return (runs(units) + kRuns - 1) / kRuns; }
     static constexpr int64_t sharedBytes(int cols) {
-        return kStages * kStageBytes + kWarps * kWarpSumBytes +
-               whole(stages(cols / kContractBlock) * (kRuns + 1) * static_cast<int>(sizeof(uint32_t)));
+        return kStages * kStageBytes + kWarps * kWarpSumBytes + whole(stages(cols / kContractBlock) * kOrderBytes);
     }
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }

@@ -9,13 +9,19 @@ template <typename Layout> class WideOrder {
 public:
     static constexpr uint32_t kEmpty = 1 << 16;  // block 0, with factors of 0
 
-    // at: shared memory for kRuns + 1 words of each stage.
-    __device__ __forceinline__ WideOrder(uint32_t at, int units)
-        : _at(at), _ends(at + Layout::stages(units) * Layout::kRuns * 4) {}
+    // A stage's record: its runs, a word with a byte for each run, and room up to whole pieces of 16 bytes.
+    static constexpr int kRecordBytes = Layout::kOrderBytes;
 
-    // Writes the first block of each run, and for each stage a word with a byte for each run: whether a turn ends with
-    // it. Called by one warp: lane t has turn t. Where a row has no block for a turn, the turn has a run all the same,
-    // whose factors are 0: it leaves the accumulator 0, but the tree has it.
+    // at: shared memory for the records of all stages.
+    __device__ __forceinline__ WideOrder(uint32_t at, int units)
+        : _begin(at), _end(at + Layout::stages(units) * kRecordBytes) {
+        keep(_begin);
+        keep(_end);
+    }
+
+    // Writes the records. A run's byte says whether a turn ends with it. Called by one warp: lane t has turn t. Where a
+    // row has no block for a turn, the turn has a run all the same, whose factors are 0: it leaves the accumulator 0,
+    // but the tree has it.
     __device__ __forceinline__ void write(int units) const {
         const int steps = (units + kContractAccumulators - 1) / kContractAccumulators,
                   tail = units - (steps - 1) * kContractAccumulators;
@@ -32,25 +38,29 @@ public:
             writeRun(first + step, block < units ? block : kEmpty, step + 1 == count(turn));
         }
     }
-    // The first block of a run, or kEmpty.
-    __device__ __forceinline__ uint32_t block(int stage, int run) const {
-        return readWord(_at + (stage * Layout::kRuns + run) * 4);
+    __device__ __forceinline__ uint32_t begin() const { return _begin; }
+    // The record behind one. Behind the last is the first.
+    __device__ __forceinline__ uint32_t next(uint32_t record) const {
+        record += kRecordBytes;
+        return record == _end ? _begin : record;
     }
-    // Those of all runs of a stage.
-    __device__ __forceinline__ void blocks(int stage, uint32_t (&block)[Layout::kRuns]) const {
+    // The first block of a run, or kEmpty.
+    static __device__ __forceinline__ uint32_t block(uint32_t record, int run) { return readWord(record + run * 4); }
+    // Those of all runs.
+    static __device__ __forceinline__ void blocks(uint32_t record, uint32_t (&block)[Layout::kRuns]) {
         float bits[Layout::kRuns];
-        readShared(_at + stage * Layout::kRuns * 4, bits);
+        readShared(record, bits);
 #pragma unroll
         for (int run = 0; run < Layout::kRuns; ++run) block[run] = __float_as_uint(bits[run]);
     }
-    // Bit 8 * run: whether a turn ends with this run of the stage.
-    __device__ __forceinline__ uint32_t ends(int stage) const { return readWord(_ends + stage * 4); }
+    // Bit 8 * run: whether a turn ends with this run.
+    static __device__ __forceinline__ uint32_t ends(uint32_t record) { return readWord(record + Layout::kRuns * 4); }
 
 private:
     __device__ __forceinline__ void writeRun(int run, uint32_t block, bool ends) const {
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(_at + run * 4), "r"(block) : "memory");
-        asm volatile("st.shared.u8 [%0], %1;" ::"r"(_ends + run / Layout::kRuns * 4 + run % Layout::kRuns),
-                     "r"(static_cast<int>(ends))
+        const uint32_t record = _begin + run / Layout::kRuns * kRecordBytes, place = run % Layout::kRuns;
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(record + place * 4), "r"(block) : "memory");
+        asm volatile("st.shared.u8 [%0], %1;" ::"r"(record + Layout::kRuns * 4 + place), "r"(static_cast<int>(ends))
                      : "memory");
     }
     static __device__ __forceinline__ uint32_t readWord(uint32_t at) {
@@ -59,7 +69,7 @@ private:
         return word;
     }
 
-    uint32_t _at, _ends;
+    uint32_t _begin, _end;
 };
 
 }  // namespace sharpi::cuda

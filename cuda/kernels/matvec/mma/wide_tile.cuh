@@ -86,12 +86,12 @@ public:
     // shared: sharedBytes(cols), aligned to 128 bytes. cols: takes(cols). All threads call it, and meet.
     __device__ __forceinline__ MmaWideTile(uint8_t* shared, int cols, int items)
         : _units(cols / kContractBlock),
-          _stagesOfItem(Layout::stages(_units)),
           _items(items),
           _shared(sharedAddress(shared)),
           _sums(_shared + kStages * kStageBytes + warp() * kWarpSumBytes),
           _order(_shared + kStages * kStageBytes + kWarps * kWarpSumBytes, _units) {
         if (warp() == 0) _order.write(_units);
+        _loaded.record = _copiedTo.record = _order.begin();
         const int l = lane(), s = ownSlice();
         _unpacked = _shared + s * kSliceCodes + unpackedRun(0) * kRunCodes + ownRow() * 16;
         _unpackedNumbers =
@@ -139,7 +139,6 @@ public:
     __device__ __forceinline__ void run(const QuantizedRows& x, const Place& place, const RowOf& rowOf,
                                         const Done& done) {
         if (_items <= 0) return;
-        const int all = _items * _stagesOfItem;
         const WideColumns& columns = x.wide;
         findColumns(rowOf);
         readCopied();
@@ -162,23 +161,24 @@ public:
         Sums sums(_sums);
         Flow flow;
         begin(flow);
-        int slot = 0, stageOfItem = 0, item = 0;  // slot: bytes
-        uint32_t ends = _order.ends(0);
-        for (int stage = 0; stage < all; ++stage) {
+        int slot = 0, item = 0;  // slot: bytes
+        uint32_t record = _order.begin(), ends = Order::ends(record);
+        while (true) {
             const int next = nextSlot(slot), filled = nextSlot(next);
             __syncthreads();
             copy(columns, filled);
             multiply(slot, next, filled, ends, sums, flow);
-            if (++stageOfItem == _stagesOfItem) stageOfItem = 0;
-            ends = _order.ends(stageOfItem);
+            record = _order.next(record);
+            ends = Order::ends(record);
             goOnLoading(place);
             goOnCopying(rowOf);
             waitForCopies<0>();
             slot = next;
-            if (stageOfItem != 0) continue;
+            if (record != _order.begin()) continue;
             sums.begin();
             __syncthreads();
-            done(item++, 0);
+            done(item, 0);
+            if (++item == _items) break;
             __syncthreads();
         }
     }
@@ -226,37 +226,38 @@ private:
     static __device__ __forceinline__ int nextSlot(int slot) {
         return slot == (kStages - 1) * kStageBytes ? 0 : slot + kStageBytes;
     }
-    // A stage of an item.
+    // A stage of an item: its record.
     struct Cursor {
-        int item = 0, stage = 0;
+        uint32_t record;
+        int item = 0;
     };
-    __device__ __forceinline__ void next(Cursor& at) const {
-        if (++at.stage == _stagesOfItem) at.stage = 0, ++at.item;
+    // Goes on to the next stage. Returns whether an item begins with it. After the last item, it has no other rows.
+    __device__ __forceinline__ bool next(Cursor& at) const {
+        at.record = _order.next(at.record);
+        return at.record == _order.begin() && ++at.item < _items;
     }
     // The blocks that a stage has are read from shared memory a stage before they are needed.
     __device__ __forceinline__ void readLoaded() {
 #pragma unroll
-        for (int i = 0; i < kUnits; ++i) _run[i] = _order.block(_loaded.stage, unpackedRun(i));
+        for (int i = 0; i < kUnits; ++i) _run[i] = Order::block(_loaded.record, unpackedRun(i));
     }
     __device__ __forceinline__ void readCopied() {
-        _order.blocks(_copiedTo.stage, _block);
+        Order::blocks(_copiedTo.record, _block);
 #pragma unroll
         for (int run = 0; run < kRuns; ++run) _block[run] %= Order::kEmpty;
 #pragma unroll
         for (int i = 0; i < kEnds; ++i) {
             const int run = min((static_cast<int>(threadIdx.x) + i * kThreads) / kEndChunks / kRunUnits, kRuns - 1);
-            _endBlock[i] = _order.block(_copiedTo.stage, run) % Order::kEmpty;
+            _endBlock[i] = Order::block(_copiedTo.record, run) % Order::kEmpty;
         }
     }
     // Goes on to the next stage to load, or to copy. After the last one, what comes is not used.
     template <typename Place> __device__ __forceinline__ void goOnLoading(const Place& place) {
-        next(_loaded);
-        if (_loaded.stage == 0 && _loaded.item < _items) findRows(place);
+        if (next(_loaded)) findRows(place);
         readLoaded();
     }
     template <typename RowOf> __device__ __forceinline__ void goOnCopying(const RowOf& rowOf) {
-        next(_copiedTo);
-        if (_copiedTo.stage == 0 && _copiedTo.item < _items) findColumns(rowOf);
+        if (next(_copiedTo)) findColumns(rowOf);
         readCopied();
     }
 
@@ -297,29 +298,30 @@ private:
     // --- activations
 
     template <typename RowOf> __device__ __forceinline__ void findColumns(const RowOf& rowOf) {
-        _bundle = static_cast<uint32_t>(rowOf(_copiedTo.item, 0)) / kWideColumns;
+        const uint32_t bundle = static_cast<uint32_t>(rowOf(_copiedTo.item, 0)) / kWideColumns;
+        const auto unitAt = [&](int unit) {
+            return (bundle + unit / kSlices % kBundles) * static_cast<uint32_t>(_units) + unit % kSlices;
+        };
+        const int thread = threadIdx.x;
+        _chunk = unitAt(thread / kUnitChunks) * kUnitChunks + thread % kUnitChunks;
+        _endChunk = unitAt(thread / kEndChunks) * (WideColumns::kEndFloats / 4) + thread % kEndChunks;
     }
     // Begins the copies of the next stage: a run of threads for each unit.
     __device__ __forceinline__ void copy(const WideColumns& x, int slot) const {
-        const auto unitAt = [&](uint32_t block, int unit) {
-            return (_bundle + unit / kSlices % kBundles) * static_cast<uint32_t>(_units) + block + unit % kSlices;
-        };
-        constexpr int kAtOnce = kThreads / kUnitChunks;  // units
-        static_assert(kRunUnits % kAtOnce == 0);
+        constexpr int kAtOnce = kThreads / kUnitChunks, kTimes = kRunUnits / kAtOnce;  // units; for each run
+        static_assert(kTimes * kAtOnce == kRunUnits && (kTimes == 1 || kBundles == 1));
+        static_assert(kThreads / kEndChunks % kRunUnits == 0);
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
-            const int unit = threadIdx.x / kUnitChunks + i % (kRunUnits / kAtOnce) * kAtOnce;
-            const uint32_t from = unitAt(_block[i / (kRunUnits / kAtOnce)], unit) * kUnitChunks;
-            copyAsync<16>(_copied + slot + i * kThreads * 16,
-                          reinterpret_cast<const uint4*>(x.codes) + (from + threadIdx.x % kUnitChunks));
+            const uint32_t from = _chunk + (_block[i / kTimes] + i % kTimes * kAtOnce) * kUnitChunks;
+            copyAsync<16>(_copied + slot + i * kThreads * 16, reinterpret_cast<const uint4*>(x.codes) + from);
         }
 #pragma unroll
         for (int i = 0; i < kEnds; ++i) {
-            const int chunk = threadIdx.x + i * kThreads, unit = chunk / kEndChunks;
-            if (kStageUnits * kEndChunks % kThreads != 0 && unit >= kStageUnits) break;
-            const uint32_t from = unitAt(_endBlock[i], unit) * (WideColumns::kEndFloats / 4);
-            copyAsync<16>(_copiedEnd + slot + i * kThreads * 16,
-                          reinterpret_cast<const uint4*>(x.ends) + (from + chunk % kEndChunks));
+            if (kStageUnits * kEndChunks % kThreads != 0 && threadIdx.x + i * kThreads >= kStageUnits * kEndChunks)
+                break;
+            const uint32_t from = _endChunk + _endBlock[i] * (WideColumns::kEndFloats / 4);
+            copyAsync<16>(_copiedEnd + slot + i * kThreads * 16, reinterpret_cast<const uint4*>(x.ends) + from);
         }
         closeCopies();
     }
@@ -395,8 +397,8 @@ private:
         auto& [weights, columns, products] = flow;
         constexpr int kEachTime = 2 * kUnits / kRuns;  // blocks that the thread unpacks in two runs
         static_assert(kEachTime * kRuns == 2 * kUnits);
-        // Not unrolled further: all of it should fit in the instruction cache.
-#pragma unroll 1
+        // Unrolled, so that all offsets are constants.
+#pragma unroll
         for (int first = 0; first < kRuns; first += 2) {
 #pragma unroll
             for (int odd = 0; odd < 2; ++odd) {
@@ -421,7 +423,7 @@ private:
         }
     }
 
-    const int _units, _stagesOfItem, _items;
+    const int _units, _items;
     const uint32_t _shared, _sums;
     const Order _order;
     uint32_t _unpacked, _unpackedNumbers, _copied, _copiedEnd;  // in the first stage: what the thread writes,
@@ -431,7 +433,7 @@ private:
     Loaded _firstRaw[kUnits];                                // the first stage's
     uint32_t _block[kRuns], _run[kUnits], _endBlock[kEnds];  // see readCopied() and readLoaded()
     uint32_t _first;                                         // the first block of the thread's row
-    uint32_t _bundle;                                        // the item's first
+    uint32_t _chunk, _endChunk;                              // what the thread copies of a run, in block 0
     Cursor _loaded, _copiedTo;                               // the stages to load and to copy next
 };
 
