@@ -112,6 +112,13 @@ void ModelReader::requireExperts() const {
 
 void ModelReader::countPredictions() {
     _predictions = _metadata.integerOr(key("nextn_predict_layers"), 0, _blocks - 1, 0);
+    const auto block = [](int64_t number) { return "blk." + std::to_string(number) + "."; };
+    for (int64_t i = layers(); i < _blocks; ++i)
+        if (_tensors.hasAny(block(i) + "nextn.")) return;
+    // Writers that leave these layers out may count them still. Without their own tensors they draft nothing.
+    for (int64_t i = layers(); i < _blocks; ++i) _tensors.unusedAll(block(i));
+    _blocks = layers();
+    _predictions = 0;
 }
 
 // The size of a head, from the keys of attention.
@@ -230,7 +237,7 @@ void ModelReader::head() {
     _spec.weights.back().sameAs = table;
 }
 
-void ModelReader::prediction(const std::function<void(LayerReader&)>& read) {
+void ModelReader::prediction(DraftHead head, const std::function<void(LayerReader&)>& read) {
     const ModelSpec without = _spec;
     const int32_t expertLayers = _expertLayers;
     const int64_t width = _spec.embedding;
@@ -251,7 +258,8 @@ void ModelReader::prediction(const std::function<void(LayerReader&)>& read) {
     read(reader);
     p.headNorm = vector(_tensors.optionalFloats(block + "shared_head_norm.weight", {width}));
     if (!p.headNorm) p.headNorm = _spec.outputNorm;
-    const bool ownHead = bool(_tensors.optional(block + "shared_head_head.weight", {width, _spec.vocabSize}));
+    const WeightSlice found = _tensors.optional(block + "shared_head_head.weight", {width, _spec.vocabSize});
+    const bool ownHead = found && head == DraftHead::Own;
     // Later ones continue from one another, each for one further token.
     if (!ownHead && _read == layers() + 1) {
         _spec.predictions.push_back(p);

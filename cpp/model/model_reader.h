@@ -104,12 +104,15 @@ public:
     // All layers and the output head of a model whose layers are alike: attn_norm, attention, ffn_norm, and a dense
     // part or experts.
     void uniformLayers(const AttentionParts& attention, const ExpertParts& experts, const DenseParts& dense = {});
-    // The file may hold prediction layers behind the model's layers. To be called before the first layer.
+    // The file may hold prediction layers behind the model's layers; metadata may count some that it does not hold. To
+    // be called before the first layer.
     void countPredictions();
     // After the model's layers: the output head, by its usual names.
     void head();
-    // After the head: the next prediction layer, whose parts `read` describes.
-    void prediction(const std::function<void(LayerReader& layer)>& read);
+    // After the head: the next prediction layer, whose parts `read` describes. An output head that the file has for it
+    // is its own, or a copy of the model's, which is used in its place.
+    enum class DraftHead { Own, Copy };
+    void prediction(DraftHead head, const std::function<void(LayerReader& layer)>& read);
 
     // Checks that every tensor has a use.
     ModelSpec finish();

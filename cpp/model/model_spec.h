@@ -281,7 +281,8 @@ struct ModelSpec {
     VectorId outputNorm, outputNormBias;  // the bias: of NormKind::Layer; may be absent
     std::vector<LayerSpec> layers;
     // At most one is run. If a file has several, it is the first; it is none if that one has an output head of its own,
-    // which would take as much memory as the model's. A prediction layer that is not run is not loaded.
+    // which would take as much memory as the model's. A prediction layer that is not run is not loaded, and neither is
+    // a copy of the model's output head.
     std::vector<PredictionSpec> predictions;
 
     // Throws Error(BadModel): unknown architecture, missing or ill-shaped tensors, tensors without a use.

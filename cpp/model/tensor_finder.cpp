@@ -1,6 +1,7 @@
 // See tensor_finder.h.
 #include "model/tensor_finder.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "core/error.h"
@@ -94,8 +95,18 @@ int64_t TensorFinder::columns(const std::string& name, int64_t most) const {
     return t->shape[0];
 }
 
+bool TensorFinder::hasAny(const std::string& prefix) const {
+    const auto begins = [&](const TensorInfo& t) { return t.name.rfind(prefix, 0) == 0; };
+    return std::any_of(_tensors.all().begin(), _tensors.all().end(), begins);
+}
+
 void TensorFinder::unused(const std::string& name) {
     if (const TensorInfo* t = _tensors.find(name)) _used[static_cast<size_t>(t - _tensors.all().data())] = true;
+}
+
+void TensorFinder::unusedAll(const std::string& prefix) {
+    for (size_t i = 0; i < _used.size(); ++i)
+        if (_tensors.all()[i].name.rfind(prefix, 0) == 0) _used[i] = true;
 }
 
 // NVFP4 files may have one more scale for a whole matrix, beside it. Returns the matrix's name if this is such a scale.

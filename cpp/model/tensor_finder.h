@@ -16,6 +16,7 @@ public:
     explicit TensorFinder(const TensorTable& tensors) : _tensors(tensors), _used(tensors.all().size(), false) {}
 
     bool has(const std::string& name) const { return _tensors.find(name) != nullptr; }
+    bool hasAny(const std::string& prefix) const;
     // Empty if there is no such tensor.
     WeightSlice optional(const std::string& name, const std::vector<int64_t>& shape);
     // Throws Error(BadModel) if there is no such tensor.
@@ -29,6 +30,8 @@ public:
     int64_t columns(const std::string& name, int64_t most) const;
     // A tensor that files of the architecture may hold and that running the model does not need.
     void unused(const std::string& name);
+    // All whose names begin so.
+    void unusedAll(const std::string& prefix);
 
     // Throws Error(BadModel) for the first tensor that was neither found nor named as unused.
     void requireAllUsed(const std::string& architecture) const;

@@ -1,5 +1,5 @@
 // Latent attention: DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash (deepseek2) and Mistral Small 4 (mistral4). Dense layers
-// first, then experts beside one that every token takes.
+// first, then experts beside one that every token takes; a prediction layer may follow.
 #include <cmath>
 
 #include "model/architecture.h"
@@ -31,6 +31,7 @@ Gating usualGating(const ModelReader& model) {
 }
 
 void read(ModelReader& model) {
+    model.countPredictions();
     const Metadata& md = model.metadata();
     AttentionParts attention;
     attention.rope = model.rope(RopeSpec::Pairing::Adjacent);
@@ -44,14 +45,20 @@ void read(ModelReader& model) {
     experts.gating = usualGating(model);
     experts.renormalized = false;
     experts.shared = ExpertParts::Shared::Plain;
+    const auto readLayer = [&](LayerReader& layer, bool dense) {
+        layer.mixerNorm("attn_norm").latentAttention(attention).ffnNorm("ffn_norm");
+        if (dense) layer.dense();
+        else layer.experts(experts);
+    };
     const int64_t dense = md.integerOr(model.key("leading_dense_block_count"), 0, model.layers(), 0);
     for (int64_t i = 0; i < model.layers(); ++i) {
         LayerReader layer = model.layer();
-        layer.mixerNorm("attn_norm").latentAttention(attention).ffnNorm("ffn_norm");
-        if (i < dense) layer.dense();
-        else layer.experts(experts);
+        readLayer(layer, i < dense);
     }
     model.head();
+    // Checkpoints of GLM-4.7-Flash and DeepSeek V3 repeat the model's head in the layer.
+    for (int64_t i = 0; i < model.predictions(); ++i)
+        model.prediction(ModelReader::DraftHead::Copy, [&](LayerReader& layer) { readLayer(layer, false); });
 }
 
 }  // namespace

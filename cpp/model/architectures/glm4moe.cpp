@@ -26,8 +26,9 @@ void read(ModelReader& model) {
         readLayer(layer, i < dense);
     }
     model.head();
+    // Checkpoints of GLM 4.5 repeat the model's head in the layer, those of GLM 4.6 do not.
     for (int64_t i = 0; i < model.predictions(); ++i)
-        model.prediction([&](LayerReader& layer) { readLayer(layer, false); });
+        model.prediction(ModelReader::DraftHead::Copy, [&](LayerReader& layer) { readLayer(layer, false); });
 }
 
 }  // namespace

@@ -35,8 +35,10 @@ void readModel(ModelReader& model, bool fusedSteps) {
         readLayer(layer, attends(i) ? &attention : nullptr, experts, fusedSteps);
     }
     model.head();
-    for (int64_t i = 0; i < model.predictions(); ++i)
-        model.prediction([&](LayerReader& layer) { readLayer(layer, &attention, experts, fusedSteps); });
+    for (int64_t i = 0; i < model.predictions(); ++i) {
+        model.prediction(ModelReader::DraftHead::Own,
+                         [&](LayerReader& layer) { readLayer(layer, &attention, experts, fusedSteps); });
+    }
 }
 
 void read(ModelReader& model) { readModel(model, false); }

@@ -10,10 +10,15 @@ from pathlib import Path
 
 from sharpi.errors import SharpiError
 
-__all__ = ["Gpu", "busy_seconds", "core_count", "cpu_name", "free_ram_bytes", "gpu", "machine_core_count", "ram_bytes",
-           "usable_threads"]
+__all__ = ["Gpu", "busy_seconds", "core_count", "cpu_name", "free_ram_bytes", "gpu", "machine_core_count",
+           "present_ram_bytes", "ram_bytes", "usable_threads"]
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+# All RAM in blocks of one size, also what a balloon holds; devices that add RAM while the machine runs, by name; and
+# the ranges of addresses that those devices may fill, which only root sees.
+_BLOCKS, _GROWING, _RANGES = "/sys/devices/system/memory", "/sys/bus/virtio/drivers/virtio_mem", "/proc/iomem"
+# The kernel keeps a smaller part of the blocks for itself; what more is missing is in a balloon.
+_KERNELS_PART = 8
 
 
 @dataclass(frozen=True)
@@ -84,26 +89,62 @@ def busy_seconds() -> float | None:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK") if name == "cpu" else None
 
 
+def present_ram_bytes() -> int:
+    """The RAM in bytes that the machine has now."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def ram_bytes() -> int:
-    """The machine's RAM in bytes, or a container's limit on it if that is smaller."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([physical, *_container_limits()])
+    """The machine's RAM in bytes, or a container's limit on it if that is smaller. A virtual machine's counts as large
+    as it may grow, as far as the system says so, or SHARPI_RAM_GB."""
+    present = present_ram_bytes()
+    return min([_promised() or max(present + _unplugged(), _with_balloon(present)), *_container_limits()])
 
 
 def free_ram_bytes() -> int:
-    """What this process can still take of the RAM without swapping, the page cache included."""
+    """What this process can still take of the RAM without swapping, the page cache included. RAM that the machine does
+    not have yet counts only if SHARPI_RAM_GB says that it will: what is taken before it comes ends processes."""
     from sharpi import _core  # late: planning and `sharpi --help` need no core
 
-    return _core.free_ram()
+    return _core.free_ram() + max(0, _promised() - present_ram_bytes())
+
+
+def _promised() -> int:
+    return int(float(os.environ.get("SHARPI_RAM_GB") or 0) * (1 << 30))
+
+
+def _unplugged() -> int:
+    """Bytes that devices may still add."""
+    devices, missing = {path.name for path in Path(_GROWING).glob("virtio*")}, 0
+    if not devices:
+        return 0
+    for line in _read(_RANGES).splitlines():
+        addresses, _, name = line.strip().partition(" : ")
+        begin, _, end = addresses.partition("-")
+        count = int(end, 16) - int(begin, 16) + 1 if int(end, 16) else 0
+        missing += count if name in devices else -count if name == "System RAM (virtio_mem)" else 0
+    return max(0, missing)
+
+
+def _with_balloon(present: int) -> int:
+    """What the machine has if a balloon gives back all that it holds."""
+    size = int(_read(f"{_BLOCKS}/block_size_bytes") or "0", 16)
+    whole = size * sum(1 for _ in Path(_BLOCKS).glob("memory[0-9]*"))
+    return whole if whole - present > whole // _KERNELS_PART else present
+
+
+def _read(path: str) -> str:
+    """The text of a file of the system's; nothing if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _container_limits() -> list[int]:
     limits = []
     for path in _CGROUP_LIMITS:
-        try:
-            words = Path(path).read_text(encoding="ascii").split()
-        except (OSError, UnicodeDecodeError):
-            continue
+        words = _read(path).split()
         # "max" (cgroup v2) means no limit; v1 says so with a number beyond any machine.
         if words and words[0].isdigit() and int(words[0]) > 0:
             limits.append(int(words[0]))

@@ -27,9 +27,10 @@ large product's rate that whole prompts reach, which is less for experts that ge
 arithmetic, also less efficient for such experts, and a time for each output of a matrix. The output head is computed
 for the last row only, so prefill's arithmetic leaves it out.
 
-An exact prompt's arithmetic on the GPU is that of steps of eight rows, one after another: what such a step reads from
-VRAM (each of the eight rows chooses other experts), a factor for the eight rows, and its kernels, which are launched
-one by one. Direct weights are still brought once a batch.
+An exact prompt's products on the GPU are those of steps with many rows: of a few hundred at a time, and of fewer with
+experts. Each launch reads its weights, the experts that its rows choose among them, and takes a multiple of the time of
+reading that grows with the rows. Everything else, attention above all, is a fixed time for each row and layer. Direct
+weights are still brought once a batch.
 
 A recurrent state is read and written once by every token of decode. In prefill many tokens share its way through
 memory, and its arithmetic is about a hundredth of the products': both are left out.
@@ -77,8 +78,8 @@ if TYPE_CHECKING:
 __all__ = ["BOUNDS", "Cached", "Speed", "Traffic", "after_on_cpu", "after_on_gpu", "balanced", "cached_experts",
            "completed", "cpu_layer_seconds", "decode_from_disk", "decode_on_cpu", "decode_on_gpu", "decode_seconds",
            "draft_cost_on_cpu", "draft_cost_on_gpu", "expert_rates", "hit_rate", "missed_bytes", "operations",
-           "part_at_work", "prefill_from_disk", "prefill_on_cpu", "prefill_on_gpu", "read_outside_vram", "share_rows",
-           "shares", "step_bytes", "traffic"]
+           "part_at_work", "prefill_from_disk", "prefill_on_cpu", "prefill_on_gpu", "read_outside_vram", "rows_cost",
+           "share_rows", "shares", "step_bytes", "traffic"]
 
 # Seconds for a row of activations to go from the GPU to the CPU, or back, and to be noticed there.
 CROSSING_SECONDS = 15e-6
@@ -120,10 +121,16 @@ OVERLAP_LOSS, DECODE_OVERLAP_LOSS = 0.15, 0.45
 # What a second row adds to the GPU's part of a step: products of few rows are bound by arithmetic too. Measured: 0.24
 # and 0.21.
 SECOND_ROW = 0.2
-# Rows of an exact prompt that the GPU takes at once; what a matrix's products with them take, and those of the experts
-# that they choose, in multiples of reading the weights; and the factor on the fixed times of kernels, which are
-# launched one by one. Fitted to prompts of 2,048 tokens and four models on an H200.
-EXACT_ROWS, EXACT_ROWS_COST, EXACT_EXPERTS_COST, EXACT_KERNELS = 8, 3.8, 1.15, 2
+# What products of this many rows take on the GPU if each row keeps its bits, in multiples of what reading their weights
+# takes: those of steps, and of exact prompts. Measured with an 8B model in Q4_K_M on an H200. From 17 rows on other
+# kernels multiply.
+ROWS, ROWS_COST = (1, 2, 4, 8, 16, 17, 32, 64, 128, 512), (1.0, 1.2, 1.7, 2.0, 2.7, 4.6, 5.0, 8.0, 15.0, 57.0)
+# From this many rows on, rows are grouped by expert, and products of experts take this many times as long. Measured
+# with a mixture of 128 experts a layer on an H100.
+GROUPED_FROM, GROUPED_COST = 3, 1.9
+# Rows of an exact prompt that one launch takes, and one of experts; and seconds for what a row does in a layer besides
+# products. Fitted to a prompt of 2,048 tokens and an 8B model on an H200.
+EXACT_ROWS, EXACT_EXPERT_ROWS, EXACT_ROW_SECONDS = 512, 64, 1.4e-6
 # A smaller fraction of the rows does not pay for its crossings.
 LEAST_SHARE = 0.03
 # The fractions that are tried are multiples of 1 / SHARES: finer ones change the speed by less than the error.
@@ -446,11 +453,19 @@ def _fast_seconds(uses: Sequence[Use], profile: HardwareProfile, rows: int, besi
 def _exact_seconds(uses: Sequence[Use], resident: Sequence[TensorHome], profile: HardwareProfile, rows: int,
                    beside: Beside) -> float:
     """Seconds of the GPU's arithmetic for `rows` rows by the contract; resident: homes with all tensors in VRAM."""
-    products = [use for use in uses if use.role not in (*BY_ROW, "head")]
-    read = sum(use.read_bytes * (EXACT_EXPERTS_COST if use.role == "experts" else EXACT_ROWS_COST)
-               for use in _of_rows(products, EXACT_ROWS))
-    kernels = EXACT_KERNELS * _kernels(traffic(products, resident, beside=beside)) * profile.gpu_kernel_seconds
-    return math.ceil(rows / EXACT_ROWS) * (read / profile.vram_bytes_per_second + kernels)
+    seconds = 0.0
+    for use in uses:
+        if use.role in (*BY_ROW, "head"):
+            continue
+        most = EXACT_EXPERT_ROWS if use.role == "experts" else EXACT_ROWS
+        for count, launches in ((most, rows // most), (rows % most, 1 if rows % most else 0)):
+            if launches:
+                together = use._replace(read_bytes=round(step_bytes(use, count)))
+                seconds += launches * together.read_bytes * rows_cost(together, use, count)
+    seconds /= profile.vram_bytes_per_second
+    reads = traffic([use for use in uses if use.role not in (*BY_ROW, "head")], resident, beside=beside)
+    seconds += math.ceil(rows / EXACT_ROWS) * _kernels(reads) * profile.gpu_kernel_seconds
+    return seconds + rows * reads.layers * EXACT_ROW_SECONDS
 
 
 def _efficiency(use: Use, rows: int) -> float:
@@ -485,6 +500,15 @@ def step_bytes(use: Use, rows: int) -> float:
     if use.role != "experts":
         return float(use.read_bytes)
     return use.batch_bytes * (1 - (1 - min(1.0, use.read_bytes / use.batch_bytes)) ** rows)
+
+
+def rows_cost(use: Use, of_one: Use, rows: int) -> float:
+    """What a product of a step with this many rows takes on the GPU, in multiples of reading its weights; an expert has
+    only the rows that choose it. use, of_one: as the step and as one row read the tensor."""
+    if use.role == "experts":
+        grouped = GROUPED_COST if rows >= GROUPED_FROM else 1.0
+        return grouped * float(np.interp(rows * of_one.read_bytes / use.read_bytes, ROWS, ROWS_COST))
+    return float(np.interp(rows, ROWS, ROWS_COST))
 
 
 def missed_bytes(cached: Mapping[int, Cached]) -> float:

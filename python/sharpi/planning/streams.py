@@ -19,8 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from sharpi.errors import InvalidRequestError
 from sharpi.planning.copies import Kept, kept
 from sharpi.planning.placement import BY_ROW, Beside, Inventory, TensorHome, Use
@@ -36,6 +34,7 @@ from sharpi.planning.prediction import (
     part_at_work,
     prefill_on_cpu,
     prefill_on_gpu,
+    rows_cost,
     step_bytes,
     traffic,
 )
@@ -53,12 +52,6 @@ __all__ = ["Forecast", "forecast", "room_for"]
 PAGE_TOKENS = 64
 # Rows that one step takes.
 STEP_ROWS = 64
-# What products of this many rows take, in multiples of what reading their weights takes. Measured with an 8B model in
-# Q4_K_M on an H200. From 17 rows on other kernels multiply.
-ROWS, ROWS_COST = (1, 2, 4, 8, 16, 17, 32, 64), (1.0, 1.2, 1.7, 2.0, 2.7, 4.6, 5.0, 8.0)
-# From this many rows on, rows are grouped by expert, and products of experts take this many times as long. Measured
-# with a mixture of 128 experts a layer on an H100.
-GROUPED_FROM, GROUPED_COST = 3, 1.9
 # The scheduler's pieces of prompts fill this part of the greatest gap.
 PIECE_PART = 0.7
 
@@ -159,20 +152,12 @@ def _on_gpu(inventory: Inventory, homes: Sequence[TensorHome], profile: Hardware
     each = beside._replace(state_bytes=rows * beside.state_bytes, attention_bytes=rows * beside.attention_bytes)
     reads = traffic(uses, homes, together, each)
     # Arithmetic of products whose weights are anywhere: those that come over PCIe are multiplied as they come.
-    computed = sum((_cost(use, known, rows) - 1) * use.read_bytes
+    computed = sum((rows_cost(use, known, rows) - 1) * use.read_bytes
                    for use, known in zip(uses, inventory.model_uses, strict=True) if use.role not in BY_ROW)
     more = each._replace(attention_bytes=each.attention_bytes + computed)
     seconds, bound = decode_seconds(traffic(uses, homes, together, more), profile, threads)
     hides = computed > reads.vram + each.attention_bytes and bound == "VRAM"
     return seconds, "GPU arithmetic" if hides else bound
-
-
-def _cost(use: Use, of_one: Use, rows: int) -> float:
-    """What a product takes, in multiples of reading its weights; an expert has only the rows that choose it."""
-    if use.role == "experts":
-        grouped = GROUPED_COST if rows >= GROUPED_FROM else 1.0
-        return grouped * float(np.interp(rows * of_one.read_bytes / use.read_bytes, ROWS, ROWS_COST))
-    return float(np.interp(rows, ROWS, ROWS_COST))
 
 
 def _of_rows(known: Cached, uses: Sequence[Use], layer: int, rows: int) -> Cached:

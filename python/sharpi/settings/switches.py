@@ -30,14 +30,14 @@ def _one_of(*values: str) -> _Switch:
 
 
 _BINARY = _one_of("0", "1")
+_GIB = _Switch(r" *[0-9]{1,9}(\.[0-9]{1,15})? *", "a number of GiB, such as 4 or 2.5")
 
 SWITCHES: Mapping[str, _Switch] = {
     "SHARPI_CPU_ISA": _one_of("scalar", "avx2", "avx512", "amx"),
     "SHARPI_CPU_MOE": _BINARY,
     "SHARPI_CUDA_GRAPH": _BINARY,
     "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE": _BINARY,
-    "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB": _Switch(r" *[0-9]{1,9}(\.[0-9]{1,15})? *",
-                                                   "a number of GiB, such as 4 or 2.5"),
+    "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB": _GIB,
     "SHARPI_CUDA_PDL": _BINARY,
     "SHARPI_CUDA_PIN": _BINARY,
     "SHARPI_CUDA_ROW_SPLIT": _BINARY,
@@ -45,6 +45,7 @@ SWITCHES: Mapping[str, _Switch] = {
     "SHARPI_EXPERT_PREFETCH": _one_of("off", "count", "next-token", "next-layer"),
     "SHARPI_EXPERT_STATS": _Switch(r"(?s:.*)", "the path of a file"),
     "SHARPI_KV_DTYPE": _one_of(*KV_DTYPES),
+    "SHARPI_RAM_GB": _GIB,
     "SHARPI_TRACE_VRAM": _BINARY,
 }
 

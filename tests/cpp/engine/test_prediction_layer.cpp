@@ -49,7 +49,7 @@ struct Shape {
 
 std::vector<Shape> shapes(DType matrices) {
     std::vector<Shape> all;
-    for (const char* architecture : {"qwen35", "qwen35moe", "glm4moe"}) {
+    for (const char* architecture : {"qwen35", "qwen35moe", "glm4moe", "deepseek2"}) {
         Options o;
         o.architecture = architecture;
         o.matrices = matrices;
@@ -459,9 +459,11 @@ TEST(PredictionLayer, APlanForADeviceCountsItsBytes) {
                    less = plannedLines(without, model.table(), planned(true));
         EXPECT_GE(lineOf(with, "prediction layer"), bytes);
         EXPECT_LE(lineOf(with, "prediction layer"), bytes + bytes / 50 + 40 * 256) << "whole rows and alignment";
-        // Of bf16, for 200 tokens in pages of 64: as much as an attention layer's.
-        const auto width = static_cast<size_t>(shape.options.kvHeads * shape.options.headDim);
-        EXPECT_EQ(lineOf(with, "KV cache") - lineOf(less, "KV cache"), 2 * sizeof(uint16_t) * 256 * width);
+        // Of bf16, for 200 tokens in pages of 64: as much as an attention layer's, whose latents are stored once.
+        const tiny::Options& o = shape.options;
+        const int64_t width = family(o.architecture).latent ? o.latentRank + o.headDim : 2 * o.kvHeads * o.headDim;
+        EXPECT_EQ(lineOf(with, "KV cache") - lineOf(less, "KV cache"),
+                  sizeof(uint16_t) * 256 * static_cast<size_t>(width));
         EXPECT_EQ(lineOf(with, "recurrent state"), lineOf(less, "recurrent state"));
         for (const char* name : {"token embedding", "layer 0", "output head"})
             EXPECT_EQ(lineOf(with, name), lineOf(less, name)) << name;

@@ -441,23 +441,28 @@ TEST(ModelSpec, MambaNamesWhatIsWrong) {
 
 // It is described, needed, and no layer of the model's own.
 TEST(ModelSpec, ReadsPredictionLayers) {
-    for (const char* architecture : {"qwen35", "qwen35moe"}) {
+    for (const char* architecture : {"qwen35", "qwen35moe", "glm4moe", "deepseek2"}) {
+        SCOPED_TRACE(architecture);
         tiny::Options o;
         o.architecture = architecture;
         o.predictions = 1;
+        const tiny::Family& family = tiny::family(architecture);
         const tiny::Model whole(o);
         const ModelSpec spec = whole.spec();
         EXPECT_EQ(spec.layers.size(), 2u);
         ASSERT_EQ(spec.predictions.size(), 1u);
         const PredictionSpec& p = spec.predictions[0];
-        EXPECT_TRUE(p.layer.attention && p.layer.attention->gated);
+        ASSERT_TRUE(p.layer.attention);
+        EXPECT_EQ(p.layer.attention->gated, family.hybrid);
+        EXPECT_EQ(p.layer.attention->latent.has_value(), family.latent);
         EXPECT_EQ(spec.weights.at(static_cast<size_t>(p.projection.index)).slice().cols, 2 * o.embedding);
         EXPECT_NE(p.headNorm.index, spec.outputNorm.index);
         EXPECT_EQ(p.embedding.index, spec.tokenEmbedding.index);
         const std::vector<const LayerSpec*> loaded = spec.loadedLayers();
         EXPECT_EQ(loaded, (std::vector<const LayerSpec*>{&spec.layers[0], &spec.layers[1], &p.layer}));
         for (const TensorInfo& t : whole.tensors) {
-            if (t.name.rfind("blk.2.", 0) != 0 || t.name.find("shared_head") != std::string::npos) continue;
+            const auto names = [&](const char* part) { return t.name.find(part) != std::string::npos; };
+            if (t.name.rfind("blk.2.", 0) != 0 || names("shared_head") || names("exp_probs_b")) continue;
             tiny::Model model(o);
             model.erase(t.name);
             expectBadModel("'" + t.name + "'", [&] { model.spec(); });
@@ -466,8 +471,15 @@ TEST(ModelSpec, ReadsPredictionLayers) {
         own.add("blk.2.nextn.embed_tokens.weight", DType::F32, {o.embedding, o.vocab});
         EXPECT_NE(own.spec().predictions.at(0).embedding.index, own.spec().tokenEmbedding.index);
         own.add("blk.2.nextn.shared_head_head.weight", DType::F32, {o.embedding, o.vocab});
-        EXPECT_TRUE(own.spec().predictions.empty()) << "with an output head of its own";
-        EXPECT_EQ(own.spec().loadedLayers().size(), 2u);
+        const ModelSpec headed = own.spec();
+        if (family.hybrid) {
+            EXPECT_TRUE(headed.predictions.empty()) << "with an output head of its own";
+            EXPECT_EQ(headed.loadedLayers().size(), 2u);
+        } else {
+            EXPECT_EQ(headed.predictions.size(), 1u) << "with a copy of the model's";
+            for (const ListedWeight& weight : headed.weights)
+                EXPECT_NE(weight.slice().tensor, static_cast<int32_t>(own.tensors.size()) - 1) << "the copy is loaded";
+        }
         own.reshape("blk.2.nextn.shared_head_head.weight", {o.embedding, o.vocab + 1});
         expectBadModel("shared_head_head", [&] { own.spec(); });
 
@@ -480,13 +492,40 @@ TEST(ModelSpec, ReadsPredictionLayers) {
         several.add("blk.3.nextn.shared_head_head.weight", DType::F32, {o.embedding, o.vocab});
         EXPECT_EQ(several.spec().predictions.size(), 1u);
         several.add("blk.2.nextn.shared_head_head.weight", DType::F32, {o.embedding, o.vocab});
-        EXPECT_TRUE(several.spec().predictions.empty()) << "the second goes on from the first";
+        if (family.hybrid) {
+            EXPECT_TRUE(several.spec().predictions.empty()) << "the second goes on from the first";
+        }
         several.erase("blk.4.nextn.hnorm.weight");
         expectBadModel("'blk.4.nextn.hnorm.weight'", [&] { several.spec(); });
     }
     tiny::Options other;  // no other architecture has one
     expectSpoiled(other, "'blk.0.nextn.enorm.weight'",
                   [](tiny::Model& m) { m.add("blk.0.nextn.enorm.weight", DType::F32, {64}); });
+}
+
+// Of the layers that metadata counts, a file may lack all tensors, or those that only prediction layers have.
+TEST(ModelSpec, PredictionLayersThatTheFileLacksAreLeftOut) {
+    for (const char* architecture : {"qwen35", "qwen35moe", "qwen3next", "glm4moe", "deepseek2"}) {
+        for (const int64_t count : {1, 3}) {
+            SCOPED_TRACE(std::string(architecture) + ", " + std::to_string(count) + " counted");
+            tiny::Options o;
+            o.architecture = architecture;
+            const ModelSpec without = tiny::Model(o).spec();
+            o.predictions = count;
+            for (const char* lacking : {"", "nextn."}) {
+                tiny::Model model(o);
+                for (const TensorInfo& t : std::vector<TensorInfo>(model.tensors))
+                    for (int64_t i = o.layers; i < o.layers + count; ++i)
+                        if (t.name.rfind("blk." + std::to_string(i) + "." + lacking, 0) == 0) model.erase(t.name);
+                const ModelSpec spec = model.spec();
+                EXPECT_TRUE(spec.predictions.empty());
+                EXPECT_EQ(spec.layers.size(), 2u);
+                EXPECT_EQ(spec.weights.size(), without.weights.size());
+                model.erase("blk.1.attn_norm.weight");
+                expectBadModel("'blk.1.attn_norm.weight'", [&] { model.spec(); });
+            }
+        }
+    }
 }
 
 TEST(ModelSpec, ReadsRotaryScaling) {

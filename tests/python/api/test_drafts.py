@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from click.testing import Result
 from fake_model import cli_runner, install
+from golden_families import FAMILIES
+from golden_models import prediction_tensors, write_golden
 from tiny_models import HYBRIDS, MODELS, write
 
 from sharpi import Model
@@ -36,9 +38,19 @@ def refused(call: Callable[[], Any]) -> str:
 
 @pytest.fixture(params=["qwen35", "qwen35moe"])
 def predicting(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A file with a prediction layer."""
+    """A file with a prediction layer, of a model with recurrent layers."""
     assert HYBRIDS[request.param].predictions == 1
     return write(tmp_path / "predicting.gguf", HYBRIDS[request.param])
+
+
+@pytest.fixture(params=["qwen35", "qwen35moe", "deepseek2-flash"])
+def any_predicting(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The same, or of a model with latent attention."""
+    name: str = request.param
+    if name in HYBRIDS:
+        return write(tmp_path / "predicting.gguf", HYBRIDS[name])
+    keys = {"block_count": FAMILIES[name].keys["block_count"] + 1, "nextn_predict_layers": 1}
+    return write_golden(name, tmp_path, keys=keys, extra=prediction_tensors(name))
 
 
 @pytest.fixture
@@ -87,9 +99,9 @@ def test_what_cannot_be(asked: tuple[Any, Any], mtp: bool, words: str) -> None:
     {"temperature": 0}, {"temperature": 1.5, "seed": 5},
     {"temperature": 0.7, "seed": 6, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "top_k": 12},
 ])
-def test_the_text_is_the_same(options: dict[str, Any], predicting: Path) -> None:
+def test_the_text_is_the_same(options: dict[str, Any], any_predicting: Path) -> None:
     random = np.random.default_rng(3)
-    with load(predicting, sequences=8) as model, load(predicting, sequences=8, mtp=False) as without:
+    with load(any_predicting, sequences=8) as model, load(any_predicting, sequences=8, mtp=False) as without:
         assert (model.plan.mtp, without.plan.mtp) == (True, False)
         drafted = accepted = 0
         for _ in range(3):
@@ -127,11 +139,11 @@ def test_stats_count_what_became_of_guesses(plain: Path) -> None:
         assert model.stats()["drafted_tokens"] == 0, "of the last generation"
 
 
-def test_a_conversation_that_changes_its_way_of_drafting(predicting: Path) -> None:
+def test_a_conversation_that_changes_its_way_of_drafting(any_predicting: Path) -> None:
     """And goes back, stops half way, and goes on: what it says is what one says that never drafts."""
     random = np.random.default_rng(11)
     ways: list[dict[str, Any]] = [{}, {"draft": "off"}, {"draft": "ngram"}, {"draft": "mtp", "draft_tokens": 2}]
-    with load(predicting) as model, load(predicting, mtp=False, sequences=1) as other:
+    with load(any_predicting) as model, load(any_predicting, mtp=False, sequences=1) as other:
         session, text = model.session(), random.integers(0, 96, 20).tolist()
         for turn in range(16):
             count, options = int(random.integers(1, 30)), {"temperature": 0.9, "seed": turn}
@@ -203,23 +215,23 @@ def test_a_prediction_layer_is_loaded_where_there_is_one(predicting: Path, plain
         assert "mtp must be true or false" in refused(lambda value=value: load(plain, mtp=value))
 
 
-def test_a_plan_says_whether_it_is_loaded(predicting: Path, tmp_path: Path) -> None:
+def test_a_plan_says_whether_it_is_loaded(any_predicting: Path, tmp_path: Path) -> None:
     for arguments, mtp in (((), True), (("--no-mtp",), False)):
-        result = sharpi("plan", "-m", str(predicting), "--device", "cpu", "-t", "1", "--json", *arguments)
+        result = sharpi("plan", "-m", str(any_predicting), "--device", "cpu", "-t", "1", "--json", *arguments)
         saved = tmp_path / "plan.json"
         saved.write_text(result.stdout, encoding="utf-8")
-        with Model.load(predicting, plan=saved) as model:
+        with Model.load(any_predicting, plan=saved) as model:
             assert model.plan.mtp is mtp and model.spec.prediction_layers == mtp
             assert model.plan.to_dict() == json.loads(result.stdout)
             list(model.generate([1, 2, 3], max_tokens=5, temperature=0))
             pays = mtp and model.plan.draft_cost < MOST_COST
             assert (model.stats()["drafted_tokens"] > 0) is pays
-        assert "says mtp already" in refused(lambda saved=saved: Model.load(predicting, plan=saved, mtp=False))
+        assert "says mtp already" in refused(lambda saved=saved: Model.load(any_predicting, plan=saved, mtp=False))
 
 
-def test_a_plan_counts_the_weights_that_are_loaded(predicting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_counts_the_weights_that_are_loaded(any_predicting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "0")
-    arguments = ("plan", "-m", str(predicting), "--vram", "200MiB", "-t", "1")
+    arguments = ("plan", "-m", str(any_predicting), "--vram", "200MiB", "-t", "1")
     for more in ((), ("--no-mtp",)):
         plan = json.loads(sharpi(*arguments, "--json", *more).stdout)
         outside = sum(kind["direct"] + kind["cpu"] + kind["missed"] for kind in plan["placement"])
@@ -296,8 +308,8 @@ def test_there_is_room_for_so_many_states(predicting: Path) -> None:
 # --- timing -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_with_drafts_is_timed(predicting: Path, plain: Path) -> None:
-    with load(predicting) as model:
+def test_a_step_with_drafts_is_timed(any_predicting: Path, plain: Path) -> None:
+    with load(any_predicting) as model:
         for draft, count in (("off", None), ("mtp", 1), ("mtp", 2), ("ngram", 2)):
             run = Benchmark(model).drafts(5, 40, draft, count)
             assert 40 <= run.tokens == run.steps + run.accepted <= 40 + (count or 0)

@@ -18,12 +18,13 @@ from click.testing import CliRunner
 from fake_model import cli_runner
 from fake_weights import plain_machine, set_gpu  # noqa: F401 - a fixture
 from golden_families import FAMILIES
-from golden_models import GOLDEN, LOGITS, write_golden
+from golden_models import GOLDEN, LOGITS, prediction_tensors, write_golden
 from numpy_model import NumpyModel, relative_error
 from tiny_models import HYBRIDS, write
 
 from sharpi import Model
 from sharpi.cli import main
+from sharpi.errors import InvalidRequestError
 from sharpi.loading.description import describe
 from sharpi.planning.planner import make_plan
 
@@ -177,6 +178,26 @@ def test_mamba_keeps_a_matrix_for_each_head_and_the_last_inputs_of_the_convoluti
     assert plan["kv_bytes"] == 2 * 2 * 32 * 4096 * 2
     told = json.loads(cli_runner().invoke(main, ["inspect", path, "--json"]).stdout)
     assert told["state_bytes"] == state and told["takes_token_ids"]
+
+
+@pytest.mark.parametrize("name", ["deepseek2-flash", "glm4moe", "qwen35"])
+@pytest.mark.parametrize("lacking", ["", "nextn."])
+def test_a_prediction_layer_that_the_file_lacks_drafts_nothing(name: str, lacking: str, tmp_path: Path) -> None:
+    """Writers that drop it may leave it in the metadata: its whole block, or what only prediction layers have."""
+    tokens, keys, extra = tokens_of(name), {"nextn_predict_layers": 1}, {}
+    if name == "deepseek2-flash":
+        keys["block_count"], extra = FAMILIES[name].keys["block_count"] + 1, prediction_tensors(name)
+    with load(write_golden(name, tmp_path, keys=keys, extra=extra), mtp=False) as model:
+        expected, last = model.logits(tokens), f"blk.{model.spec.layer_count}."
+    path = write_golden(name, tmp_path, keys=keys, extra=extra, change=lambda tensor, data:
+                        None if tensor.startswith(last + lacking) else data)
+    with load(path) as model:
+        assert not model.plan.mtp and model.spec.prediction_layers == 0
+        np.testing.assert_array_equal(model.logits(tokens), expected)
+        list(model.generate(tokens, max_tokens=4))
+        assert model.stats()["drafted_tokens"] == 0
+        with pytest.raises(InvalidRequestError, match="no prediction layer to draft with"):
+            load(path, mtp=True)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16"])

@@ -25,14 +25,15 @@ from sharpi.planning.prediction import (
     CROSSING_SECONDS,
     DECODE_OVERLAP_LOSS,
     DENSE_LAYER_KERNELS,
-    EXACT_EXPERTS_COST,
-    EXACT_KERNELS,
+    EXACT_EXPERT_ROWS,
+    EXACT_ROW_SECONDS,
     EXACT_ROWS,
-    EXACT_ROWS_COST,
     EXPERT_CROSSING_SECONDS,
     EXPERT_EFFICIENCY,
     EXPERT_LAYER_KERNELS,
     EXPERT_TILE,
+    GROUPED_COST,
+    GROUPED_FROM,
     KV_EFFICIENCY,
     OTHER_KERNELS,
     OUTPUT_TILE,
@@ -42,6 +43,8 @@ from sharpi.planning.prediction import (
     PREFILL_EFFICIENCY,
     PREFILL_SECONDS,
     ROW_KERNEL_BYTES,
+    ROWS,
+    ROWS_COST,
     SHARED_EXPERT_KERNELS,
     SHARED_LAYER_KERNELS,
     SLOTS_LAYER_KERNELS,
@@ -241,7 +244,7 @@ def test_small_kernels_take_time_in_steps_and_in_prompts() -> None:
     assert added(lambda each: prefill_on_gpu(each.uses, homes, MACHINE, 500, beside=each.beside)) == pytest.approx(
         100 * 1024 * ROW_KERNEL_BYTES / 3e12)
     assert added(lambda each: prefill_on_gpu(each.uses, homes, MACHINE, 8, prompt="exact", beside=each.beside)
-                 ) == pytest.approx(100 * EXACT_KERNELS * 2e-6 / 8)
+                 ) == pytest.approx(100 * 2e-6 / 8)
 
 
 def test_what_the_core_says_of_a_token(tmp_path: Path) -> None:
@@ -583,19 +586,30 @@ def test_one_row_of_a_prompt_is_one_row_of_its_experts_on_the_cpu() -> None:
 
 
 def test_exact_prefill() -> None:
-    """Eight rows at a time read what a step reads; what is direct is brought once, as for fast prompts."""
+    """As many rows as fit in a launch read what a step reads; what is direct is brought once, as for fast prompts."""
     model, inventory = inventory_of(layers=4, experts=(3,))
-    # A token reads a quarter of eight experts; eight tokens read any of them.
     experts = sum(use.batch_bytes for use in inventory.uses if use.role == "experts")
     others = sum(use.read_bytes for use in inventory.uses if use.role not in ("embedding", "head", "experts"))
-    kernels = 3 * DENSE_LAYER_KERNELS + EXPERT_LAYER_KERNELS + OTHER_KERNELS
-    step = (EXACT_ROWS_COST * others + EXACT_EXPERTS_COST * experts) / 3e12 + EXACT_KERNELS * kernels * 2e-6
+    kernels = (3 * DENSE_LAYER_KERNELS + EXPERT_LAYER_KERNELS + OTHER_KERNELS) * 2e-6
     whole = inventory.homes(len(inventory.movable))
-    for rows, steps in ((1, 1), (8, 1), (9, 2), (500, 63)):
-        assert -(-rows // EXACT_ROWS) == steps
-        found = prefill_on_gpu(inventory.uses, whole, MACHINE, rows, prompt="exact")
-        assert found.tokens_per_second == pytest.approx(rows / (steps * step + PREFILL_SECONDS))
+
+    def seconds(dense: list[int], mixed: list[int]) -> float:
+        """By the rows of each launch. A token chooses a quarter of the eight experts."""
+        read = others * sum(float(np.interp(rows, ROWS, ROWS_COST)) for rows in dense)
+        for rows in mixed:
+            hit = 1 - 0.75 ** rows
+            cost = float(np.interp(0.25 * rows / hit, ROWS, ROWS_COST)) * (GROUPED_COST if rows >= GROUPED_FROM else 1)
+            read += experts * hit * cost
+        return read / 3e12 + len(dense) * kernels + 4 * sum(dense) * EXACT_ROW_SECONDS
+
+    assert (EXACT_ROWS, EXACT_EXPERT_ROWS) == (512, 64)
+    for dense, mixed in (([1], [1]), ([2], [2]), ([64], [64]), ([65], [64, 1]), ([512], [64] * 8),
+                         ([512, 512, 276], [64] * 20 + [20])):
+        assert sum(dense) == sum(mixed)
+        found = prefill_on_gpu(inventory.uses, whole, MACHINE, sum(dense), prompt="exact")
+        assert found.tokens_per_second == pytest.approx(sum(dense) / (seconds(dense, mixed) + PREFILL_SECONDS))
         assert found.bound == "GPU arithmetic"
+    step = seconds([8], [8])
     slow = replace(MACHINE, pcie_bytes_per_second=1e9)
     direct = sum(size for tensor, size in zip(model.tensors, model.sizes, strict=True)
                  if "norm" not in tensor.name) - model.sizes[0] * (1 - 8 / 8192)

@@ -21,7 +21,7 @@ import gguf
 import numpy as np
 from golden_families import FAMILIES, SEED, VOCABULARY, WIDTH, Family, add_keys
 
-__all__ = ["GOLDEN", "LOGITS", "LONG_LLAMA4", "STORY", "digest", "write_golden"]
+__all__ = ["GOLDEN", "LOGITS", "LONG_LLAMA4", "STORY", "digest", "prediction_tensors", "write_golden"]
 
 _TESTS = Path(__file__).resolve().parents[2]
 LOGITS = _TESTS / "data" / "golden"
@@ -146,6 +146,24 @@ def _is_matrix(tensor: str, data: np.ndarray) -> bool:
     """Whether files of the model's family quantize it."""
     small = tensor.endswith("_norm.weight") or "ssm_conv1d" in tensor
     return tensor.endswith(".weight") and data.ndim > 1 and not small
+
+
+def prediction_tensors(name: str) -> dict[str, np.ndarray]:
+    """For `extra` of `write_golden`: a block behind the model's last that predicts a further token. It is that last one
+    again, with tensors of its own besides, and with what checkpoints of GLM-4.7-Flash repeat: the model's embedding and
+    head."""
+    weights, count = dict(_drawn(name)), GOLDEN[name].keys["block_count"]
+    generator, block = np.random.RandomState(SEED), f"blk.{count}.nextn."
+    last = f"blk.{count - 1}."
+    drawn = {f"blk.{count}.{tensor.removeprefix(last)}": data for tensor, data in weights.items()
+             if tensor.startswith(last)}
+    drawn[block + "eh_proj.weight"] = (generator.standard_normal((WIDTH, 2 * WIDTH)) / math.sqrt(2 * WIDTH)
+                                       ).astype(np.float32)
+    for part in ("enorm", "hnorm", "shared_head_norm"):
+        drawn[f"{block}{part}.weight"] = (1 + 0.2 * generator.standard_normal(WIDTH)).astype(np.float32)
+    drawn[block + "embed_tokens.weight"] = weights["token_embd.weight"]
+    drawn[block + "shared_head_head.weight"] = weights["output.weight"]
+    return drawn
 
 
 def digest(name: str) -> str:

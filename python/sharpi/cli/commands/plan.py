@@ -213,7 +213,11 @@ def _the_rest(plan: Plan) -> list[_Row]:
 
 def _room(plan: Plan, elsewhere: bool) -> list[_Row]:
     if plan.device == "cpu":
-        where = "--profile" if elsewhere else "this machine"
+        from sharpi.machine.hardware import present_ram_bytes, ram_bytes
+
+        now = present_ram_bytes()
+        grows = f", which has {size(now)} now" if now < ram_bytes() else ""
+        where = "--profile" if elsewhere else f"this machine{grows}"
         # Slots are as large as what is free allows.
         return [("RAM", plan.available_bytes or 0, f"{where}, without --spill" if plan.disk_bytes else where)]
     rows: list[_Row] = []

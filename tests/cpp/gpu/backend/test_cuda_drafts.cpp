@@ -96,6 +96,10 @@ protected:
     }
     static std::vector<tiny::Options> predicting() {
         std::vector<tiny::Options> all = tiny::gpuHybrids();
+        tiny::Options mixture;
+        mixture.architecture = "glm4moe";
+        all.push_back(mixture);
+        all.push_back(tiny::latents()[0]);
         for (tiny::Options& o : all) o.predictions = 1;
         return all;
     }

@@ -101,6 +101,11 @@ inline std::vector<Options> predicting() {
         o.predictions = 1;
         all.push_back(o);
     }
+    Options mixture, latent = latents()[0];
+    mixture.architecture = "glm4moe";
+    mixture.predictions = latent.predictions = 1;
+    all.push_back(mixture);
+    all.push_back(latent);
     return all;
 }
 

@@ -231,7 +231,8 @@ def _latent(keys: Keys) -> Description:
                       latent=Latent(rank, size - rotation.dims, keys("attention.q_lora_rank", 0) > 0))
     mixture = Layer(mixer, _mixture(keys, "softmax"))
     dense = keys("leading_dense_block_count", 0)
-    return _description(keys, lambda layer: replace(mixture, experts=None) if layer < dense else mixture)
+    return _description(keys, lambda layer: replace(mixture, experts=None) if layer < dense else mixture,
+                        prediction=mixture)
 
 
 def _gemma(keys: Keys, windowed: Callable[[int], bool], **others: Any) -> Description:
