@@ -112,9 +112,10 @@ Answer::News takenOne(Answer& answer, double seconds) {
 
 // What every request has.
 Request requestOf(std::vector<int32_t> prompt, const SamplingParams& params, const DraftOptions& drafts,
-                  std::vector<int32_t> ends, std::optional<int64_t> maxTokens) {
+                  std::vector<int32_t> ends, std::optional<int64_t> maxTokens, std::vector<int64_t> marks) {
     Request request;
     request.prompt = std::move(prompt);
+    request.marks = std::move(marks);
     request.params = params;
     request.drafts = drafts;
     request.ends = std::move(ends);
@@ -292,9 +293,9 @@ void bindScheduler(py::module_& m) {
                const std::string& draft, int32_t draftTokens, std::vector<int32_t> ends,
                std::optional<int64_t> maxTokens, int32_t priority, std::string key, std::string salt,
                std::optional<double> seconds, std::shared_ptr<Arrivals> arrivals, int32_t best, bool echo,
-               const py::object& constraint) {
+               const py::object& constraint, std::vector<int64_t> marks) {
                 Request request = requestOf(std::move(prompt), params, toDraftOptions(draft, draftTokens),
-                                            std::move(ends), maxTokens);
+                                            std::move(ends), maxTokens, std::move(marks));
                 request.priority = priority;
                 request.key = std::move(key);
                 request.salt = std::move(salt);
@@ -305,7 +306,8 @@ void bindScheduler(py::module_& m) {
             },
             py::arg("prompt"), py::arg("params"), py::kw_only(), py::arg("draft"), py::arg("draft_tokens"),
             py::arg("ends"), py::arg("max_tokens"), py::arg("priority"), py::arg("key"), py::arg("salt"),
-            py::arg("seconds"), py::arg("arrivals"), py::arg("best"), py::arg("echo"), py::arg("constraint"))
+            py::arg("seconds"), py::arg("arrivals"), py::arg("best"), py::arg("echo"), py::arg("constraint"),
+            py::arg("marks"))
         .def("logits", &logitsOf, py::arg("engine").none(false), py::arg("tokens"), py::arg("chunks"), py::arg("kind"),
              "float32 [tokens, vocab]: row i follows token i. chunks: the sizes of the pieces. kind: \"prompt\" or "
              "\"decode\" rows.")
@@ -324,14 +326,14 @@ void bindScheduler(py::module_& m) {
             "submit",
             [](const ClientConversation& conversation, std::vector<int32_t> prompt, const SamplingParams& params,
                const std::string& draft, int32_t draftTokens, std::vector<int32_t> ends,
-               std::optional<int64_t> maxTokens, int64_t ahead) {
+               std::optional<int64_t> maxTokens, std::vector<int64_t> marks, int64_t ahead) {
                 Request request = requestOf(std::move(prompt), params, toDraftOptions(draft, draftTokens),
-                                            std::move(ends), maxTokens);
+                                            std::move(ends), maxTokens, std::move(marks));
                 request.ahead = ahead;
                 return conversation.submit(std::move(request));
             },
             py::arg("prompt"), py::arg("params"), py::kw_only(), py::arg("draft"), py::arg("draft_tokens"),
-            py::arg("ends"), py::arg("max_tokens"), py::arg("ahead"),
+            py::arg("ends"), py::arg("max_tokens"), py::arg("marks"), py::arg("ahead"),
             "Continues `prompt`, which is the whole text so far, and cancels the request before it. No step begins "
             "while "
             "`ahead` tokens are unread.");

@@ -44,10 +44,9 @@ void KvSharing::share(int32_t sequence, const SaltedText& text, const std::vecto
 
 void KvSharing::copyState(int32_t sequence, int64_t tokens) {
     const PageName& name = index().nameOf(_kv.pageTable(sequence)[tokens / kPage - 1]);
-    PrefixStore& store = _kv._store;
-    if (!_kv._states.any() || !store.keepsState(_kv._states.stateBytes()) || store.hasState(name)) return;
+    if (!keepsStates() || _kv._store.hasState(name)) return;
     std::vector<uint8_t> state = _kv._states.copy(sequence, tokens);
-    if (!state.empty()) store.addState(name, std::move(state));
+    if (!state.empty()) _kv._store.addState(name, std::move(state));
 }
 
 // --- copies of pages -------------------------------------------------------------------------------------------------
@@ -192,9 +191,10 @@ int64_t KvSharing::pagesInUse(const SaltedText& text) const {
 
 // --- taking it -------------------------------------------------------------------------------------------------------
 
-int64_t KvSharing::adopt(int32_t sequence, const SaltedText& text) {
+int64_t KvSharing::adopt(int32_t sequence, const SaltedText& text, int64_t* common) {
     KvCache::Sequence& s = _kv.at(sequence);
     Following following = found(sequence, text);
+    if (common) *common = following.pages() * kPage;
     const CopiedBytes state = cutToWhole(following);
     const SaltedText wanted{text.salt, text.tokens, following.pages() * kPage};
     if (following.names.empty()) return s.length;

@@ -22,8 +22,11 @@ public:
     // Lengthens a sequence that holds a beginning of the text by shared pages with the tokens that follow, and by pages
     // that were spilled, as far as there is room. Returns the number of tokens that it then holds: fewer than before if
     // a copy turns out to be damaged. What is found depends on what others have computed, but what is in it does not,
-    // as long as a row's bits depend on its text alone.
-    int64_t adopt(int32_t sequence, const SaltedText& text);
+    // as long as a row's bits depend on its text alone. common: receives the tokens, in whole pages, with which others
+    // have begun too; if it cannot continue there, because a state or a window is missing, they are more than it holds.
+    int64_t adopt(int32_t sequence, const SaltedText& text, int64_t* common = nullptr);
+    // Whether copies of states are kept.
+    bool keepsStates() const { return _kv._states.any() && _kv._store.keepsState(_kv._states.stateBytes()); }
     // Where copies of pages and states are kept; nowhere at first. See PrefixStore::open(), which gives the number.
     uint64_t openStore(const SpillOptions& options) { return _kv._store.open(options); }
     SpillCounts storeCounts() const { return _kv._store.counts(); }

@@ -205,7 +205,7 @@ class Scheduler:
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, *, draft: str, draft_tokens: int, ends: Sequence[int],
         max_tokens: int | None, priority: int, key: str, salt: str, seconds: float | None,
-        arrivals: Arrivals | None, best: int, echo: bool, constraint: Constraint | None,
+        arrivals: Arrivals | None, best: int, echo: bool, constraint: Constraint | None, marks: Sequence[int],
     ) -> Answer: ...
     def logits(
         self, engine: Engine, tokens: Sequence[int], chunks: Sequence[int], kind: str,
@@ -220,7 +220,7 @@ class Conversation:
     def reset(self) -> None: ...
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, *, draft: str, draft_tokens: int, ends: Sequence[int],
-        max_tokens: int | None, ahead: int,
+        max_tokens: int | None, marks: Sequence[int], ahead: int,
     ) -> Answer: ...
 
 backends: str

@@ -28,7 +28,8 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "pr
 @dataclass(frozen=True)
 class Asked:
     """A prompt, and how to continue it. ends: the answer ends before one of these tokens. drafts: their source, and how
-    many at once. decoder: makes text of tokens; `None` for a file without a tokenizer."""
+    many at once. decoder: makes text of tokens; `None` for a file without a tokenizer. marks: how many tokens come
+    before places where other prompts are likely to differ."""
 
     ids: list[int]
     params: _core.SamplingParams
@@ -37,9 +38,11 @@ class Asked:
     ends: frozenset[int]
     stop: Sequence[str]
     decoder: StreamDecoder | None
+    marks: Sequence[int] = ()
 
 
-def asked(model: LoadedModel, prompt: str | Sequence[int], options: GenerationOptions) -> Asked:
+def asked(model: LoadedModel, prompt: str | Sequence[int], options: GenerationOptions,
+          marks: Sequence[int] = ()) -> Asked:
     """Raises `InvalidRequestError` for what no generation of the model can be asked."""
     given = checked_options(options)
     _ = model.engine  # raises if the model is closed
@@ -56,7 +59,8 @@ def asked(model: LoadedModel, prompt: str | Sequence[int], options: GenerationOp
             raise
         # A file without a tokenizer still answers in token ids.
         decoder, ends, suppressed = None, frozenset(), frozenset()
-    return Asked(ids, _sampling(model, given, suppressed), drafts, given["max_tokens"], ends, given["stop"], decoder)
+    return Asked(ids, _sampling(model, given, suppressed), drafts, given["max_tokens"], ends, given["stop"], decoder,
+                 token_ids("marks", marks, what="numbers of tokens"))
 
 
 def _sampling(model: LoadedModel, given: Mapping[str, Any], suppressed: frozenset[int]) -> _core.SamplingParams:

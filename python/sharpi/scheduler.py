@@ -299,6 +299,7 @@ class SubmitOptions(GenerationOptions, total=False):
     scores: int | None
     echo: bool
     constraint: Constraint | None
+    marks: Sequence[int]
 
 
 class Scheduler:
@@ -355,7 +356,8 @@ class Scheduler:
 
     def submit(self, prompt: str | Sequence[int], *, priority: int = 0, key: str = "", salt: str = "",
                timeout: float | None = None, ignore_end: bool = False, scores: int | None = None, echo: bool = False,
-               constraint: Constraint | None = None, **options: Unpack[GenerationOptions]) -> Answer:
+               constraint: Constraint | None = None, marks: Sequence[int] = (),
+               **options: Unpack[GenerationOptions]) -> Answer:
         """Continues `prompt`, text or token ids, as `Session.generate` does; `GenerationOptions` says what the options
         mean. Returns at once.
 
@@ -367,10 +369,14 @@ class Scheduler:
         scores: each `Token` has its log-probability, and those of this many of the likeliest tokens (0 to 20). echo:
         the prompt's tokens have theirs too, in `Answer.prompt_scores`; the whole prompt is computed, whatever the cache
         has of it, and `max_tokens` may be 0. constraint: what the answer may consist of. If it raises an exception, the
-        answer ends with that error. Raises `InvalidRequestError` for a request that can never be served, and
-        `BusyError` if too many are waiting.
+        answer ends with that error.
+
+        marks: how many of the prompt's tokens come before places where other prompts are likely to differ, such as the
+        end of a system prompt. Models with recurrent layers, or with windows, keep there what a prompt needs to
+        continue, if there is room; the answer is the same. Raises `InvalidRequestError` for a request that can never
+        be served, and `BusyError` if too many are waiting.
         """
-        request = asked(self._model, prompt, options)
+        request = asked(self._model, prompt, options, marks)
         best, echo = _best(scores), arguments.flag("echo", echo)
         _require_methods(constraint)
         with self._lock:
@@ -384,7 +390,7 @@ class Scheduler:
                                  salt=arguments.text("salt", salt),
                                  seconds=None if timeout is None else arguments.number("timeout", timeout),
                                  arrivals=None if watcher is None else watcher.arrivals,
-                                 best=best, echo=echo, constraint=constraint)
+                                 best=best, echo=echo, constraint=constraint, marks=request.marks)
             if watcher is not None:
                 watcher.watch(answer.number)
             made = Answer(answer, request, watcher, scored=best >= 0)

@@ -99,7 +99,7 @@ class Session:
         with self._lock:
             self._answer = self._core.submit(
                 request.ids, request.params, draft=request.drafts[0], draft_tokens=request.drafts[1],
-                ends=sorted(request.ends), max_tokens=request.max_tokens, ahead=_AHEAD)
+                ends=sorted(request.ends), max_tokens=request.max_tokens, marks=request.marks, ahead=_AHEAD)
             return self._answer
 
     def _tokens(self, request: Asked, meter: Meter) -> Generator[int, None, None]:

@@ -55,13 +55,16 @@ std::unique_ptr<Continuation> KeptTexts::take(const Continuation* text) {
     return taken;
 }
 
-bool KeptTexts::giveWay(const Continuation* except) {
+bool KeptTexts::dropEnded(const Continuation* except) {
     const auto ended =
         std::find_if(_ended.begin(), _ended.end(), [&](const auto& text) { return text.get() != except; });
-    if (ended != _ended.end()) {
-        _ended.erase(ended);
-        return true;
-    }
+    if (ended == _ended.end()) return false;
+    _ended.erase(ended);
+    return true;
+}
+
+bool KeptTexts::giveWay(const Continuation* except) {
+    if (dropEnded(except)) return true;
     for (const auto& conversation : _conversations) {
         const Continuation* text = conversation->kept();
         if (!text || text == except || text->held().cachedTokens() == 0) continue;

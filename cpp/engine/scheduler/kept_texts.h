@@ -26,6 +26,8 @@ public:
     const Continuation* match(const std::string& salt, const std::vector<int32_t>& prompt) const;
     // Hands a text of a request that has ended out.
     std::unique_ptr<Continuation> take(const Continuation* text);
+    // Drops a text of a request that has ended, but not `except`. Returns whether there was one.
+    bool dropEnded(const Continuation* except = nullptr);
     // Gives the memory of one text back, that of an ended request first, but not of `except`. Returns whether there was
     // any.
     bool giveWay(const Continuation* except = nullptr);

@@ -24,6 +24,12 @@ void requireServable(const Request& request, const SequenceLimits& limits) {
                                                     " tokens, the context holds " + std::to_string(limits.context) +
                                                     ": shorten it or ask for a larger context");
     }
+    for (const int64_t mark : request.marks) {
+        if (mark < 0 || mark > static_cast<int64_t>(request.prompt.size()))
+            throw Error(ErrorKind::InvalidArgument, "a mark after " + std::to_string(mark) +
+                                                        " tokens is outside the prompt, which has " +
+                                                        std::to_string(request.prompt.size()));
+    }
     if (request.ahead < 1) throw Error(ErrorKind::InvalidArgument, "an answer is written ahead of its reader");
     if (request.maxTokens < (request.extras.echo || request.conversation ? 0 : 1))
         throw Error(ErrorKind::InvalidArgument,

@@ -17,6 +17,9 @@ class Conversation;
 
 struct Request {
     std::vector<int32_t> prompt;  // the whole text so far
+    // Lengths of the prompt after which other prompts are likely to differ, such as the end of a system prompt. Hints:
+    // what others need to continue there is kept if there is room, and no answer depends on them.
+    std::vector<int64_t> marks = {};
     SamplingParams params;
     DraftOptions drafts;
     std::vector<int32_t> ends;  // the answer ends before one of these tokens

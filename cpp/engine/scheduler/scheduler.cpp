@@ -396,6 +396,9 @@ std::vector<Scheduler::Entry*> Scheduler::prompts(int64_t rows) {
         missing += lacks;
         pages += PagePool::pagesFor(lacks);
         group.push_back(entry);
+        // A state from which many texts may continue is worth more than a text that one may.
+        while (entry->text->held().lacksStates() && _kept.dropEnded()) {
+        }
     }
     return group;
 }
@@ -406,7 +409,8 @@ bool Scheduler::begin(Entry& entry) {
     Continuation& text = *entry.text;
     try {
         if (!entry.hasBegun)
-            text.begin(entry.request.prompt, entry.request.params, entry.request.drafts, entry.request.extras);
+            text.begin(entry.request.prompt, entry.request.params, entry.request.drafts, entry.request.extras,
+                       entry.request.marks);
         if (!entry.hasBegun && entry.request.conversation)
             entry.request.conversation->follow(entry.answer, entry.figures.promptTokens);
         entry.hasBegun = true;

@@ -64,10 +64,15 @@ std::vector<int64_t> CachedSequence::likelyEnds(const Piece& piece) {
     for (int64_t length = piece.begin / kLikelyEnd * kLikelyEnd + kLikelyEnd; length <= piece.end();
          length += kLikelyEnd)
         lengths.push_back(length);
+    const auto addPageBefore = [&](int64_t length) {
+        length = length / KvCache::kPageTokens * KvCache::kPageTokens;
+        if (length > 0 && length >= piece.begin && length <= piece.end()) lengths.push_back(length);
+    };
+    for (const int64_t mark : piece.marks) addPageBefore(mark);
     // A prompt that begins with this whole one has its last token too, which that one must compute.
-    const int64_t last = (piece.end() - 1) / KvCache::kPageTokens * KvCache::kPageTokens;
-    if (piece.endsPrompt && last >= piece.begin && (lengths.empty() || lengths.back() != last)) lengths.push_back(last);
+    if (piece.endsPrompt) addPageBefore(piece.end() - 1);
     std::sort(lengths.begin(), lengths.end());
+    lengths.erase(std::unique(lengths.begin(), lengths.end()), lengths.end());
     return lengths;
 }
 

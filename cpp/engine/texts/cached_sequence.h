@@ -26,6 +26,7 @@ struct Piece {
     int64_t drafted = 0;             // guesses at the end: Choice also chooses a token from the row before each of them
     bool endsPrompt = false;         // the last token is the text's last prompt row
     bool isShared = false;           // other texts may have what is computed
+    std::vector<int64_t> marks = {};  // lengths of the text after which others are likely to differ; hints, any order
     std::optional<int32_t> follower = std::nullopt;  // the token after the piece, if it is known before the pass
 
     int64_t end() const { return begin + count; }
@@ -62,8 +63,9 @@ public:
     void extend(const LockedModel& model, const Piece& piece, int32_t leave);
     // Appends the piece's rows to a batch.
     void addRows(const Piece& piece, Batch& batch) const;
-    // Lengths that a shared piece ends at or passes, after which other texts are likely to continue: its states there
-    // are worth a copy, and its windows are kept longest.
+    // Lengths in whole pages, ascending, that a shared piece ends at or passes, after which other texts are likely to
+    // continue: every 2,048 tokens, the last before each mark, and the last before the prompt's last token. States
+    // there are worth a copy, and windows are kept longest. They never cut a piece, so they change no bits.
     static std::vector<int64_t> likelyEnds(const Piece& piece);
     // After the pass over a piece: keeps the state that the next prompt is likely to continue from.
     void keepState(const LockedModel& model, const Piece& piece);

@@ -114,7 +114,7 @@ void Continuation::endAnswer() {
 }
 
 void Continuation::begin(const std::vector<int32_t>& prompt, const SamplingParams& params, const DraftOptions& drafts,
-                         const AnswerExtras& extras) {
+                         const AnswerExtras& extras, const std::vector<int64_t>& marks) {
     RunningText& running = _held.running();
     running.sampler.reset();  // so that nothing follows if this fails
     params.validate(_held.limits().vocabSize);
@@ -136,7 +136,7 @@ void Continuation::begin(const std::vector<int32_t>& prompt, const SamplingParam
     _reused = _held.size();
     running.history = prompt;
     running.drafter.begin(drafts);
-    Addition addition = _held.adding({prompt.begin() + _reused, prompt.end()}, kind, nullptr);
+    Addition addition = _held.adding({prompt.begin() + _reused, prompt.end()}, kind, nullptr, marks);
     if (extras.echo) addition.scores = &_scores.emplace(prompt, std::max(extras.best, 0));
     running.best = extras.best;
     running.constraint = ConstraintFollower(extras.constraint);

@@ -46,9 +46,9 @@ public:
     bool evaluatePiece(int64_t rows);
 
     // Begins a generation: see Session::start(). The prompt is then to be computed, by complete() as a whole, or by
-    // prepare() in pieces.
+    // prepare() in pieces. marks: see Request.
     void begin(const std::vector<int32_t>& prompt, const SamplingParams& params, const DraftOptions& drafts,
-               const AnswerExtras& extras = {});
+               const AnswerExtras& extras = {}, const std::vector<int64_t>& marks = {});
     // Computes all of what was begun. Pieces have as many rows as `chunks` says, one after the other; after those, as
     // many as a pass takes. If it throws, what was begun cannot go on.
     void complete(const std::vector<int64_t>& chunks, const Interrupted& interrupted);

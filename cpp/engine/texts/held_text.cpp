@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <new>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -29,6 +30,16 @@ void addWants(Piece& piece, const Addition& addition, int64_t known, bool choose
 SaltedText sharable(const std::string& salt, const Transcript& text, int64_t tokens, const PieceRules& rules) {
     if (!rules.oneArithmetic) tokens = std::min(tokens, text.promptTokens());
     return {salt, text.tokens().data(), tokens};
+}
+
+void cutToAgreement(const LockedModel& model, HeldText& held, const Addition& addition) {
+    const int64_t same = held.text().agreement(addition.text, held.limits().pieces.oneArithmetic);
+    held.running().sequence.cutBack(model, same);
+}
+
+std::vector<int64_t> marksAnd(int64_t common, std::vector<int64_t> marks) {
+    if (common > 0) marks.push_back(common);
+    return marks;
 }
 
 }  // namespace
@@ -68,28 +79,39 @@ void HeldText::append(const std::vector<int32_t>& tokens, size_t count) {
     _text.append(tokens.data(), static_cast<int64_t>(count), RowKind::Decode);
 }
 
-Addition HeldText::adding(const std::vector<int32_t>& tokens, RowKind kind, float* logits) {
+Addition HeldText::adding(const std::vector<int32_t>& tokens, RowKind kind, float* logits, std::vector<int64_t> marks) {
     const auto count = static_cast<int64_t>(tokens.size());
     requireRoomFor(count, limits().context - _text.size());
     Addition addition{_text, _text.size(), logits};
     addition.text.append(tokens.data(), count, kind);
     _text.reserve(addition.text.size());
+    _marks = std::move(marks);
+    _common = 0;  // what was found of another text
     return addition;
 }
 
 void HeldText::abandon(const Addition& addition) {
-    if (addition.begun) cutToAgreement(_engine->runner().lock(), addition);
+    if (addition.begun) cutToAgreement(_engine->runner().lock(), *this, addition);
 }
 
-void HeldText::cutToAgreement(const LockedModel& model, const Addition& addition) {
-    _running.sequence.cutBack(model, _text.agreement(addition.text, limits().pieces.oneArithmetic));
+bool HeldText::lacksStates() const {
+    constexpr int32_t kEnds = 3;  // after the last piece, at the last multiple of a page, and before the last token
+    const LockedModel model = _engine->runner().lock();
+    if (!_salt || !KvSharing(model.kv()).keepsStates()) return false;
+    const int64_t held = model.kv().length(_running.sequence.handle());
+    std::set<int64_t> wanted;
+    for (const int64_t mark : marksAnd(_common, _marks))
+        if (const int64_t length = mark / KvCache::kPageTokens * KvCache::kPageTokens; length > held)
+            wanted.insert(length);
+    return !wanted.empty() && model.kv().states().stepRoom() < kEnds + static_cast<int32_t>(wanted.size());
 }
 
 Piece HeldText::nextPiece(const LockedModel& model, Addition& addition, int64_t rows) {
-    if (!std::exchange(addition.begun, true)) cutToAgreement(model, addition);
+    if (!std::exchange(addition.begun, true)) cutToAgreement(model, *this, addition);
     const int64_t end = _running.sequence.pieceEnd(model, addition.text, _text.size(), rows);
     Piece piece = _running.sequence.nextPiece(model, addition.text, end);
     piece.isShared = _salt.has_value();
+    piece.marks = marksAnd(_common, _marks);
     if (piece.end() > _text.size())
         addWants(piece, addition, _text.size(), _running.sampler.has_value(), limits().vocabSize);
     return piece;
@@ -111,6 +133,7 @@ bool HeldText::recomputePiece(const LockedModel& model, int64_t wanted) {
     if (isComputed()) return true;
     Piece piece = _running.sequence.nextPiece(model, _text, wanted);
     piece.isShared = _salt.has_value();
+    piece.marks = marksAnd(_common, _marks);
     if (!piece.follower) piece.follower = _running.history.back();
     TextPasses(model, limits()).run({{&_running, piece}});
     share(model, &piece);
@@ -121,12 +144,15 @@ void HeldText::adopt(const LockedModel& model, const Transcript& text, int64_t t
     if (!_salt) return;
     const int32_t handle = _running.sequence.handle();
     const int64_t before = model.kv().length(handle);
-    _adopted += KvSharing(model.kv()).adopt(handle, sharable(*_salt, text, tokens, limits().pieces)) - before;
+    const SaltedText shared = sharable(*_salt, text, tokens, limits().pieces);
+    const int64_t held = KvSharing(model.kv()).adopt(handle, shared, &_common);
+    if (_common <= held) _common = 0;
+    _adopted += held - before;
 }
 
 void HeldText::adopt(Addition& addition) {
     const LockedModel model = _engine->runner().lock();
-    if (!std::exchange(addition.begun, true)) cutToAgreement(model, addition);
+    if (!std::exchange(addition.begun, true)) cutToAgreement(model, *this, addition);
     adopt(model, addition.text, addition.text.size() - 1);
     const int64_t held = model.kv().length(_running.sequence.handle());
     if (held > _text.size()) _text.follow(addition.text, held);

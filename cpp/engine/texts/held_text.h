@@ -60,13 +60,16 @@ public:
     void append(const std::vector<int32_t>& tokens, size_t count);
     void reserve(int64_t tokens) { _text.reserve(tokens); }
 
-    // Throws what requireRoomFor() throws.
-    Addition adding(const std::vector<int32_t>& tokens, RowKind kind, float* logits);
+    // marks: see Request. Throws what requireRoomFor() throws.
+    Addition adding(const std::vector<int32_t>& tokens, RowKind kind, float* logits, std::vector<int64_t> marks = {});
     // The next piece of what an addition lacks, of about `rows` rows. If there is a sampler, the pass over it chooses a
     // token from the last row's logits. Otherwise it writes the logits of every row to `logits`.
     Piece nextPiece(const LockedModel& model, Addition& addition, int64_t rows);
     // Takes a piece of an addition that a pass has computed. Returns whether it has new tokens.
     bool take(const LockedModel& model, const Addition& addition, const Piece& piece);
+    // Whether its additions come to places where the state is to be kept for other texts, and there may be no room for
+    // it beside the states at their end. Locks the model.
+    bool lacksStates() const;
     // Leaves nothing in the cache that was computed for an addition as another kind than the text says.
     void abandon(const Addition& addition);
     // Computes a piece, up to the token `wanted` or near it, of what the cache has lost. Returns whether nothing is
@@ -78,12 +81,15 @@ public:
     void share(const LockedModel& model, const Piece* piece = nullptr) const;
 
 private:
-    void cutToAgreement(const LockedModel& model, const Addition& addition);
     void adopt(const LockedModel& model, const Transcript& text, int64_t tokens);
 
     const std::shared_ptr<Engine> _engine;
     const std::optional<std::string> _salt;
     int64_t _adopted = 0;
+    // Tokens with which other texts have begun too, at the last look, though it could not continue there: the next one
+    // that begins so should. 0: there are none.
+    int64_t _common = 0;
+    std::vector<int64_t> _marks;  // of what was added last: see Request
     RunningText _running;
     Transcript _text;
 };

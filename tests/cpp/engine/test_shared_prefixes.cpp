@@ -74,9 +74,10 @@ protected:
     // Serves a request for each of these prompts, all submitted before the first is looked at. Returns the tokens that
     // were reused.
     int64_t serve(Engine& engine, Scheduler& scheduler, const std::vector<std::vector<int32_t>>& texts,
-                  bool oneArithmetic) {
+                  bool oneArithmetic, const std::vector<int64_t>& marks = {}) {
         std::vector<Request> requests;
         for (const auto& text : texts) requests.push_back(requestOf(text, answer));
+        for (Request& request : requests) request.marks = marks;
         const auto answers = submitAtOnce(engine, scheduler, requests);
         int64_t reused = 0;
         for (size_t i = 0; i < texts.size(); ++i) {
@@ -115,6 +116,11 @@ protected:
     SharedAnywhere()
         : SharedPrefixes(models()[static_cast<size_t>(GetParam())], GetParam() == 4 ? kPromptTile : int64_t{1}) {}
     bool hasStates() const { return GetParam() > 3; }
+    // Other texts take the room of the states that the cache has: what is found then is found in RAM.
+    void takeStates(Engine& engine, Scheduler& scheduler) {
+        for (unsigned i = 0; hasStates() && i < 6; ++i)
+            serve(engine, scheduler, {randomTokens(130, model.options().vocab, 90 + i)}, false);
+    }
 };
 INSTANTIATE_TEST_SUITE_P(Models, SharedAnywhere, testing::Range(0, 7));
 
@@ -234,6 +240,50 @@ TEST_P(SharedAnywhere, TextsPartAnywhere) {
     const int64_t reused = serve(*watched.engine, scheduler, texts, false);
     EXPECT_EQ(watched.rowsSeen().first, lengthOf(texts) - reused);
     EXPECT_GE(reused, hasStates() ? kPage : pages * kPage) << "states are copied at the ends of prompts alone";
+}
+
+// Prompts with ends of several pages of their own, of which only the beginning is shared.
+std::vector<std::vector<int32_t>> parting(const Model& model, int count, int64_t beginning) {
+    auto texts = prompts(model, count, beginning);
+    for (size_t i = 0; i < texts.size(); ++i) {
+        const auto own = randomTokens(200, model.options().vocab, 200 + static_cast<unsigned>(i));
+        texts[i].insert(texts[i].end(), own.begin(), own.end());
+    }
+    return texts;
+}
+
+// A mark lies in a piece, at its end, and at its beginning, before which the page ends.
+TEST_P(SharedAnywhere, MarksSayWhereTextsPart) {
+    constexpr int64_t kSystem = 500, kFound = 448;
+    for (const int64_t batch : {64, 448, 1000}) {
+        SCOPED_TRACE("batches of " + std::to_string(batch));
+        const TwoArithmeticsEngine watched(model, engineOptions(4000, batch, 4), step);
+        Scheduler scheduler(watched.engine, longQueue());
+        answer = 5;
+        const auto texts = parting(model, 3, kSystem);
+        takeStates(*watched.engine, scheduler);
+        EXPECT_EQ(serve(*watched.engine, scheduler, {texts[0]}, false, {kSystem, 0, kSystem}), 0);
+        EXPECT_EQ(serve(*watched.engine, scheduler, {texts[1]}, false, {kSystem}), kFound);
+        takeStates(*watched.engine, scheduler);
+        EXPECT_EQ(serve(*watched.engine, scheduler, {texts[2]}, false), kFound);
+    }
+}
+
+TEST_P(SharedAnywhere, TheThirdTextContinuesWhereTwoWereSeenToPart) {
+    constexpr int64_t kCommon = 500, kFound = 448;
+    for (const int64_t batch : {64, 448, 1000}) {
+        SCOPED_TRACE("batches of " + std::to_string(batch));
+        const TwoArithmeticsEngine watched(model, engineOptions(4000, batch, 4), step);
+        Scheduler scheduler(watched.engine, longQueue());
+        answer = 5;
+        const auto texts = parting(model, 3, kCommon);
+        takeStates(*watched.engine, scheduler);
+        EXPECT_EQ(serve(*watched.engine, scheduler, {texts[0]}, false), 0);
+        takeStates(*watched.engine, scheduler);
+        EXPECT_EQ(serve(*watched.engine, scheduler, {texts[1]}, false), hasStates() ? 0 : kFound);
+        takeStates(*watched.engine, scheduler);
+        EXPECT_EQ(serve(*watched.engine, scheduler, {texts[2]}, false), kFound);
+    }
 }
 
 // Choices of one prompt: all but its end is computed once.

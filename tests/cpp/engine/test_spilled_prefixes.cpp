@@ -50,12 +50,13 @@ public:
         _scheduler = std::make_unique<Scheduler>(_watched->engine, options);
     }
     // Serves the prompt and compares with an engine that has seen nothing. Returns the tokens that were not computed.
-    int64_t serve(const std::vector<int32_t>& prompt, const std::string& salt = "") {
-        const Whole here = answered(*_scheduler, prompt, salt);
+    int64_t serve(const std::vector<int32_t>& prompt, const std::string& salt = "",
+                  const std::vector<int64_t>& marks = {}) {
+        const Whole here = answered(*_scheduler, prompt, salt, marks);
         const int64_t computed = _watched->rowsSeen().first;
         const TwoArithmeticsEngine cold(_model, _options, _step);
         Scheduler scheduler(cold.engine, longQueue());
-        const Whole there = answered(scheduler, prompt, salt);
+        const Whole there = answered(scheduler, prompt, salt, {});
         EXPECT_EQ(here.ending.finish, Finish::Length) << here.ending.error;
         EXPECT_EQ(here.tokens, there.tokens);
         EXPECT_EQ(here.scores.size(), size_t{kAnswer});
@@ -77,8 +78,10 @@ public:
     void close() { _scheduler.reset(); }
 
 private:
-    static Whole answered(Scheduler& scheduler, const std::vector<int32_t>& prompt, const std::string& salt) {
+    static Whole answered(Scheduler& scheduler, const std::vector<int32_t>& prompt, const std::string& salt,
+                          const std::vector<int64_t>& marks) {
         Request request = requestOf(prompt, kAnswer);
+        request.marks = marks;
         request.extras.best = 3;
         request.salt = salt;
         return wait(*scheduler.submit(request));
@@ -149,6 +152,29 @@ TEST_F(SpilledPrefixes, AreThereAfterARestart) {
             World world(kind, options);
             EXPECT_EQ(world.serve(world.prompt(2, 120, 5)), kBeginning + kPage)
                 << "what the second process has computed";
+            EXPECT_EQ(notices.size(), 0U);
+        }
+    }
+}
+
+// What prompts need to continue at a mark is kept as what they need at an earlier prompt's end.
+TEST_F(SpilledPrefixes, ContinueAtMarks) {
+    constexpr int64_t kOwn = 150;
+    const std::vector<int64_t> marks{kBeginning};
+    for (const Kind& kind : kinds()) {
+        for (const size_t ram : {size_t{0}, size_t{1} << 30}) {
+            SCOPED_TRACE(std::string(kind.name) + ", " + std::to_string(ram));
+            SchedulerOptions options = onDisk();
+            options.spillBytes = options.statesBytes = ram;
+            options.file = kind.name + std::to_string(ram);
+            {
+                World world(kind, options);
+                EXPECT_EQ(world.serve(world.prompt(1, kOwn, 1), "", marks), 0);
+                for (const unsigned text : {2, 3}) EXPECT_EQ(world.serve(world.prompt(text)), 0);
+                EXPECT_EQ(world.serve(world.prompt(1, kOwn, 2), "", marks), kBeginning);
+            }
+            World world(kind, options);
+            EXPECT_EQ(world.serve(world.prompt(1, kOwn, 3), "", marks), kBeginning);
             EXPECT_EQ(notices.size(), 0U);
         }
     }

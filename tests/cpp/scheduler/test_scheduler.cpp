@@ -221,6 +221,11 @@ TEST(Scheduler, RefusesWhatCannotBeServed) {
     refused("outside the vocabulary", requestOf({1, static_cast<int32_t>(model.options().vocab)}, 5));
     refused("outside the vocabulary", requestOf({-1}, 5));
     refused("at least one token", requestOf({1}, 0));
+    for (const int64_t mark : {-1, 3}) {
+        Request marked = requestOf({1, 1}, 5);
+        marked.marks = {0, 2, mark};
+        refused("a mark after " + std::to_string(mark) + " tokens is outside the prompt, which has 2", marked);
+    }
     Request scored = requestOf({1}, 5);
     scored.extras.best = 21;
     refused("a score names 0 to 20", scored);
