@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sharpi.errors import SharpiError
-from sharpi.reply import Message, Reply, assistant_message, render_prompt, require_template
+from sharpi.reply import ChatPrompt, Message, Reply, assistant_message, chat_prompt, require_template
 from sharpi.text.chat import Part
 
 if TYPE_CHECKING:
@@ -71,32 +71,30 @@ class Conversation:
             self._keep(spoken)
 
     def _reply(self) -> Reply:
-        prompt, tokens = self._fitting_prompt()
-        generation = self._session.generate(tokens, **{**self._options, "max_tokens": self._max_tokens})
-        return Reply(generation, prompt, require_template(self._model).format)
+        options: Any = {**self._options, "max_tokens": self._max_tokens}
+        return self._session.reply(self._fitting_prompt(), options)
 
-    def _fitting_prompt(self) -> tuple[str, list[int]]:
+    def _fitting_prompt(self) -> ChatPrompt:
         """The conversation as a prompt that leaves room for an answer, if dropping turns can make some."""
-        prompt, tokens = self._prompt(self.messages)
+        prompt = self._prompt(self.messages)
         context = self._model.context
         room = int(context * _ANSWER_ROOM)
         if self._max_tokens is not None:
             room = min(room, self._max_tokens)
-        if len(tokens) + room <= context:
-            return prompt, tokens
+        if len(prompt.ids) + room <= context:
+            return prompt
         messages, turns = list(self.messages), 0
-        while len(tokens) + 2 * room > context and _drop_oldest_turn(messages, len(self._opening)):
+        while len(prompt.ids) + 2 * room > context and _drop_oldest_turn(messages, len(self._opening)):
             turns += 1
-            prompt, tokens = self._prompt(messages)
-        if turns and len(tokens) <= context:  # a question that fits in no case drops nothing
+            prompt = self._prompt(messages)
+        if turns and len(prompt.ids) <= context:  # a question that fits in no case drops nothing
             self.messages = messages
             dropped = "turn was" if turns == 1 else f"{turns:,} turns were"
             self._notice(f"the context of {context:,} tokens is nearly full: the oldest {dropped} dropped (-c sets it)")
-        return prompt, tokens
+        return prompt
 
-    def _prompt(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
-        prompt = render_prompt(self._model, messages, thinking=None if self._thinking else False)
-        return prompt, self._model.tokenize(prompt, add_special=False, parse_special=True)
+    def _prompt(self, messages: Sequence[Message]) -> ChatPrompt:
+        return chat_prompt(self._model, messages, thinking=None if self._thinking else False)
 
     def _keep(self, spoken: list[Part]) -> None:
         """Turns what was said into the assistant's message; templates want none, or one that says something."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sharpi.errors import InvalidRequestError
@@ -14,12 +15,24 @@ from sharpi.text.answers.pieces import Piece, Saying, Thinking
 from sharpi.text.answers.reader import AnswerReader
 from sharpi.text.answers.tool_format import ToolFormat
 from sharpi.text.chat import ChatTemplate, Part
+from sharpi.text.marks import chat_marks
 
-__all__ = ["Message", "Reply", "assistant_message", "checked_messages", "refuse_control_tokens",
-           "render_prompt", "require_template"]
+__all__ = ["ChatPrompt", "Message", "Reply", "assistant_message", "chat_prompt", "checked_messages",
+           "refuse_control_tokens", "require_template"]
 
 # "role" and "content"; an assistant's may have "reasoning_content" and "tool_calls", as templates know them.
 Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """Messages as a model's template words them, up to where its answer begins. marks: see `Scheduler.submit`. form:
+    how the model writes its answers."""
+
+    text: str
+    ids: list[int]
+    marks: list[int]
+    form: ToolFormat
 
 
 class Reply(Stream[Part]):
@@ -29,10 +42,10 @@ class Reply(Stream[Part]):
     message, as far as it has come.
     """
 
-    def __init__(self, generation: Generation, prompt: str, form: ToolFormat) -> None:
-        """prompt: what the answer continues; it says whether the answer begins with reasoning. form: how the model
-        writes its answers."""
-        super().__init__(self._read(AnswerReader(form, opened=form.thinking.opened_by(prompt), trim=False)))
+    def __init__(self, generation: Generation, prompt: ChatPrompt) -> None:
+        """prompt: what the answer continues; it says whether the answer begins with reasoning."""
+        form = prompt.form
+        super().__init__(self._read(AnswerReader(form, opened=form.thinking.opened_by(prompt.text), trim=False)))
         self._generation = generation
         self._spoken: list[Part] = []
 
@@ -117,9 +130,9 @@ def require_template(model: LoadedModel) -> ChatTemplate:
     return template
 
 
-def render_prompt(model: LoadedModel, messages: Sequence[Message], *, thinking: bool | None = None,
-                  tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-    """`messages` as the model's template words them, up to where its answer begins.
+def chat_prompt(model: LoadedModel, messages: Sequence[Message], *, thinking: bool | None = None,
+                tools: Sequence[Mapping[str, Any]] | None = None) -> ChatPrompt:
+    """The prompt for `messages`.
 
     thinking: whether the template asks for reasoning; `None` leaves the choice to the template. tools: descriptions of
     functions that the model may call, as the template wants them. Raises `InvalidRequestError` for a message or a tool
@@ -129,10 +142,13 @@ def render_prompt(model: LoadedModel, messages: Sequence[Message], *, thinking: 
     for message in messages:
         if message["role"] != "assistant" and message.get("content"):
             refuse_control_tokens(model, f"the {message['role']} message spells", message["content"])
-    if tools is None:
-        return template.render(messages, enable_thinking=thinking)
-    refuse_control_tokens(model, "tools spell", _tools_text(tools))
-    return template.render(messages, enable_thinking=thinking, tools=list(tools))
+    given: dict[str, Any] = {}
+    if tools is not None:
+        refuse_control_tokens(model, "tools spell", _tools_text(tools))
+        given["tools"] = list(tools)
+    text = template.render(messages, enable_thinking=thinking, **given)
+    ids = model.tokenize(text, add_special=False, parse_special=True)
+    return ChatPrompt(text, ids, chat_marks(messages, text, ids, model.tokenizer), template.format)
 
 
 def _tools_text(tools: Any) -> str:

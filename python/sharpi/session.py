@@ -15,7 +15,7 @@ from sharpi import _core
 from sharpi.errors import InvalidRequestError
 from sharpi.generation import Generation, Meter, Timing, Token
 from sharpi.loading.loaded_model import LoadedModel
-from sharpi.reply import Message, Reply, checked_messages, render_prompt, require_template
+from sharpi.reply import ChatPrompt, Message, Reply, chat_prompt, checked_messages
 from sharpi.request import Asked, TextStream, asked
 from sharpi.scheduler import LOOK_SECONDS, Scheduler
 from sharpi.settings.arguments import flag, maybe
@@ -74,9 +74,7 @@ class Session:
         The tokens end at `max_tokens`, at an end token of the model, before a `stop` text, or when the context is full.
         `GenerationOptions` says what the options mean. Raises `InvalidRequestError` at the call.
         """
-        request, meter = asked(self._model, prompt, options), Meter(Timing())
-        ids = self._tokens(request, meter)
-        return Generation(_closing(ids, TextStream(request.decoder, request.stop)), meter)
+        return self._generate(asked(self._model, prompt, options))
 
     @takes_generation_options
     def chat(self, messages: Sequence[Message], *, system: str | None = None, thinking: bool | None = None,
@@ -89,9 +87,16 @@ class Session:
         `InvalidRequestError` at the call.
         """
         conversation = checked_messages(messages, system)
-        prompt = render_prompt(self._model, conversation, thinking=maybe(flag, "thinking", thinking), tools=tools)
-        tokens = self._model.tokenize(prompt, add_special=False, parse_special=True)
-        return Reply(self.generate(tokens, **options), prompt, require_template(self._model).format)
+        return self.reply(chat_prompt(self._model, conversation, thinking=maybe(flag, "thinking", thinking),
+                                      tools=tools), options)
+
+    def reply(self, prompt: ChatPrompt, options: GenerationOptions) -> Reply:
+        """Answers a chat that has been rendered."""
+        return Reply(self._generate(asked(self._model, prompt.ids, options, prompt.marks)), prompt)
+
+    def _generate(self, request: Asked) -> Generation:
+        meter = Meter(Timing())
+        return Generation(_closing(self._tokens(request, meter), TextStream(request.decoder, request.stop)), meter)
 
     def _start(self, request: Asked, meter: Meter) -> _core.Answer:
         _ = self._scheduler.core

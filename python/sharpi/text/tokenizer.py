@@ -12,7 +12,9 @@ one. Decoding works on bytes: a character spread over several tokens is never br
 
 from __future__ import annotations
 
+import bisect
 import codecs
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from sharpi.errors import InvalidRequestError
@@ -166,6 +168,12 @@ class Tokenizer:
                 yield part, token
             elif rest := part.lstrip() if stripping else part:
                 yield rest, None
+
+    def tokens_before(self, ids: Iterable[int], places: Iterable[int]) -> list[int]:
+        """How many of `ids` end at or before each of these bytes of the text that they spell. Of SentencePiece's
+        tokens, which may begin with a space that the text lacks, perhaps fewer."""
+        ends = list(itertools.accumulate(len(self._pieces[self._checked(id)]) for id in ids))
+        return [bisect.bisect_right(ends, place) for place in places]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD.

@@ -15,6 +15,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from sharpi.errors import InvalidRequestError
+from sharpi.reply import ChatPrompt, Reply
 from sharpi.text.chat import ChatTemplate
 
 TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -76,6 +77,9 @@ class FakeSession:
             self.tokens.append(token.id)
             yield token
 
+    def reply(self, prompt: ChatPrompt, options: dict[str, Any]) -> Reply:
+        return Reply(self.generate(prompt.ids, **options), prompt)
+
     def reset(self) -> None:
         self._model.script.resets += 1
         self.tokens = []
@@ -96,6 +100,7 @@ class FakeModel:
         self.plan = SimpleNamespace(gpu=None, why="", mtp=script.mtp, prompt="exact")
         self.spec = SimpleNamespace(name="fake")
         self.chat_template = ChatTemplate(script.template, "", "") if script.template else None
+        self.tokenizer = SimpleNamespace(tokens_before=lambda ids, places: places)  # of one byte each
         self.reused = 0
         self._counts = (0, 0)
         self._full = False

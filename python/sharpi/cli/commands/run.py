@@ -149,11 +149,10 @@ def _decoded(name: str, data: bytes) -> str:
 
 
 def _chat_tokens(model: Model, text: str, system: str | None, thinking: bool) -> list[int]:
-    from sharpi.reply import checked_messages, render_prompt
+    from sharpi.reply import chat_prompt, checked_messages
 
     messages = checked_messages([{"role": "user", "content": text}], system)
-    prompt = render_prompt(model, messages, thinking=None if thinking else False)
-    return model.tokenize(prompt, add_special=False, parse_special=True)
+    return chat_prompt(model, messages, thinking=None if thinking else False).ids
 
 
 class _Output:

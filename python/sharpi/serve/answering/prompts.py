@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from sharpi.serve.turns import Turn
 from sharpi.settings.generation_options import DEFAULT_OPTIONS
 from sharpi.text.answers.instructions import instructed
 from sharpi.text.chat import ChatTemplate
+from sharpi.text.marks import chat_marks
 
 __all__ = ["Prompt", "PromptMaker", "refused"]
 
@@ -29,11 +30,13 @@ _FIELD = re.compile(r"(?:the )?(" + "|".join(name.replace("_", "[-_ ]") for name
 
 @dataclass(frozen=True)
 class Prompt:
-    """ids: its tokens. text: what they spell. template: that of a chat; `None` for a plain prompt."""
+    """ids: its tokens. text: what they spell. template: that of a chat; `None` for a plain prompt. marks: see
+    `Scheduler.submit`."""
 
     ids: list[int]
     text: str
     template: ChatTemplate | None
+    marks: Sequence[int] = ()
 
 
 class PromptMaker:
@@ -79,7 +82,8 @@ class PromptMaker:
         if turn.thinking is not None:  # templates know it by either name
             variables |= {"enable_thinking": turn.thinking, "thinking": turn.thinking}
         text = self._with_tools(messages, variables, turn)
-        return Prompt(self._model.tokenize(text, add_special=False, parse_special=True), text, self.template)
+        ids = self._model.tokenize(text, add_special=False, parse_special=True)
+        return Prompt(ids, text, self.template, chat_marks(messages, text, ids, self._model.tokenizer))
 
     def _with_tools(self, messages: list[dict[str, Any]], variables: dict[str, Any], turn: Turn) -> str:
         def text(said: list[dict[str, Any]]) -> str:

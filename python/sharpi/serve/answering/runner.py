@@ -143,7 +143,7 @@ class ModelRunner:
                 answers.append(self._scheduler.submit(
                     prompt.ids, key=turn.key, salt=turn.salt, timeout=self._limits.request_seconds,
                     ignore_end=turn.ignore_end, scores=turn.scores, echo=echo,
-                    constraint=rules.begin() if rules else None, **options))
+                    constraint=rules.begin() if rules else None, marks=prompt.marks, **options))
         except BaseException as error:
             for answer in answers:
                 answer.cancel()
