@@ -85,6 +85,10 @@ Addition HeldText::adding(const std::vector<int32_t>& tokens, RowKind kind, floa
     Addition addition{_text, _text.size(), logits};
     addition.text.append(tokens.data(), count, kind);
     _text.reserve(addition.text.size());
+    // The last page before the last token is kept all the same.
+    const int64_t last = (addition.text.size() - 1) / KvCache::kPageTokens;
+    const auto isLast = [&](int64_t mark) { return mark / KvCache::kPageTokens >= last; };
+    marks.erase(std::remove_if(marks.begin(), marks.end(), isLast), marks.end());
     _marks = std::move(marks);
     _common = 0;  // what was found of another text
     return addition;

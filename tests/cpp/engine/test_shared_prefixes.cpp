@@ -197,6 +197,24 @@ TEST_F(SharedStates, AreFoundByAPromptThatHasOnlyTheBeginning) {
            "and at a prompt's last full page";
 }
 
+// What is kept at a prompt's last page all the same needs no room of others: their texts can still be continued.
+TEST_F(SharedStates, AMarkOnTheLastPageTakesNothingFromEndedTexts) {
+    const auto engine = engineOf(model, engineOptions(8000, 1000, 4));
+    Scheduler scheduler(engine, longQueue());
+    std::vector<int32_t> first = randomTokens(700, model.options().vocab, 1);
+    const auto ask = [&](const std::vector<int32_t>& text) {
+        Request request = requestOf(text, answer);
+        request.marks = {static_cast<int64_t>(text.size()) - 5};
+        return wait(*scheduler.submit(request));
+    };
+    const std::vector<int32_t> said = ask(first).tokens;
+    EXPECT_EQ(ask(randomTokens(700, model.options().vocab, 2)).ending.figures.reusedTokens, 0);
+    first.insert(first.end(), said.begin(), said.end());
+    const auto evaluated = static_cast<int64_t>(first.size()) - 1;
+    first.resize(first.size() + 20, 3);
+    EXPECT_EQ(ask(first).ending.figures.reusedTokens, evaluated);
+}
+
 // The cache has room for the states of two requests.
 TEST_F(SharedStates, AreRestoredIfBothKindsOfRowsHaveTheSameBits) {
     const auto engine = engineOf(model, engineOptions(8000, 64, 2));
