@@ -82,7 +82,7 @@ public:
         KvPages pages = {KvType::BF16, _shape.kvHeads, _shape.headDim, kPage, _k.data + at, _v.data + at};
         pages.valuePrefix = _rank;
         if (_rank) pages.v = nullptr;
-        const BatchRows batch = {_rows, _positions->data, _sequences->data, _table->data, _pages};
+        const BatchRows batch = {_rows, _positions->data, _sequences->data, _table->data, _pages, _pages};
         attentionDecode(stream, _q.data, _shape, {0.1f, {}}, batch, pages, _scratch.data, {_out.data, {}, {}});
     }
 
