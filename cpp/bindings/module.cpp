@@ -16,6 +16,7 @@ const char* nameOf(ErrorKind kind) {
     case ErrorKind::BadModel: return "ModelFileError";
     case ErrorKind::OutOfMemory: return "OutOfMemoryError";
     case ErrorKind::Busy: return "BusyError";
+    case ErrorKind::DeviceLost: return "DeviceLostError";
     case ErrorKind::Internal: return "InternalError";
     }
     return "InternalError";

@@ -41,6 +41,7 @@ py::dict toDict(const SchedulerCounts& counts) {
     d["writing"] = counts.writing;
     d["finished"] = counts.finished;
     d["refused"] = counts.refused;
+    d["failure"] = counts.failure;
     d["pauses"] = counts.pauses;
     d["steps"] = counts.steps;
     d["step_tokens"] = counts.stepTokens;

@@ -12,8 +12,9 @@ enum class ErrorKind {
     InvalidArgument,  // the caller asked for something that cannot be
     BadModel,         // the file is damaged, incomplete or of a kind that Sharpi does not know
     OutOfMemory,
-    Busy,      // too many requests wait already
-    Internal,  // a bug in Sharpi
+    Busy,        // too many requests wait already
+    DeviceLost,  // the device has failed, and does nothing more in this process
+    Internal,    // a bug in Sharpi
 };
 
 // What a device lacked, in bytes, so that the caller can ask for less.

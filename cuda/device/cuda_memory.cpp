@@ -88,7 +88,9 @@ struct CudaMemory::Driver {
         if (status == CUDA_SUCCESS) return;
         const char* words = nullptr;
         if (getErrorString(status, &words) != CUDA_SUCCESS || !words) words = "an unknown error";
-        throw Error(ErrorKind::Internal, std::string("CUDA: ") + what + ": " + words);
+        // The runtime's errors have the driver's numbers.
+        const bool lost = isLost(static_cast<cudaError_t>(status));
+        throw Error(lost ? ErrorKind::DeviceLost : ErrorKind::Internal, std::string("CUDA: ") + what + ": " + words);
     }
 };
 

@@ -17,11 +17,32 @@
 
 namespace sharpi::cuda {
 
+// The errors after which every further call of the process fails, by their descriptions in the CUDA Runtime API.
+inline bool isLost(cudaError_t status) {
+    switch (status) {
+    case cudaErrorECCUncorrectable:
+    case cudaErrorNvlinkUncorrectable:
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorAssert:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorLaunchFailure:
+    case cudaErrorExternalDevice: return true;
+    default: return false;
+    }
+}
+
 inline void check(cudaError_t status, const char* what) {
     if (status == cudaSuccess) return;
     cudaGetLastError();  // clears it, or a later call would report it
-    const ErrorKind kind = status == cudaErrorMemoryAllocation ? ErrorKind::OutOfMemory : ErrorKind::Internal;
-    throw Error(kind, std::string("CUDA: ") + what + ": " + cudaGetErrorString(status));
+    const std::string words = std::string("CUDA: ") + what + ": " + cudaGetErrorString(status);
+    if (isLost(status))
+        throw Error(ErrorKind::DeviceLost, words + "; the GPU does nothing more in this process: start it again");
+    throw Error(status == cudaErrorMemoryAllocation ? ErrorKind::OutOfMemory : ErrorKind::Internal, words);
 }
 
 // Kernels that read the same inputs, launched one after the other, can run together. The first lets the next one start

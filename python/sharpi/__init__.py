@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sharpi.errors import (
     BusyError,
+    DeviceLostError,
     HubError,
     InternalError,
     InvalidRequestError,
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
     from sharpi.model import Answer, Generation, Model, Part, Reply, Scheduler, Session, Token
 
 __version__ = "0.1.0"
-__all__ = ["Answer", "BusyError", "Generation", "HubError", "InternalError", "InvalidRequestError", "Model",
-           "ModelFileError", "OutOfMemoryError", "Part", "Reply", "Scheduler", "Session", "SharpiError", "Token",
-           "__version__"]
+__all__ = ["Answer", "BusyError", "DeviceLostError", "Generation", "HubError", "InternalError", "InvalidRequestError",
+           "Model", "ModelFileError", "OutOfMemoryError", "Part", "Reply", "Scheduler", "Session", "SharpiError",
+           "Token", "__version__"]
 
 # What a program does not ask to hear goes nowhere: see `logging` in the standard library.
 logging.getLogger("sharpi").addHandler(logging.NullHandler())

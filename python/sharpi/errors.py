@@ -6,6 +6,7 @@ import os
 
 __all__ = [
     "BusyError",
+    "DeviceLostError",
     "HubError",
     "InternalError",
     "InvalidRequestError",
@@ -61,6 +62,10 @@ class OutOfMemoryError(SharpiError, MemoryError):
 
 class BusyError(SharpiError):
     """Too many requests are waiting already: try again later."""
+
+
+class DeviceLostError(SharpiError):
+    """The device has failed and does nothing more in this process: start it again."""
 
 
 class InternalError(SharpiError):

@@ -404,7 +404,8 @@ class Scheduler:
         `adopted_tokens` that other requests had computed, or earlier ones. The cache now holds `shared_pages` that
         later requests may find, and requests hold the part `kv_usage` of it, 0 to 1. RAM holds `states_bytes` of copied
         states and `spill_bytes` of copied pages. `spilled_pages` were copied from the cache, and `restored_pages` came
-        back; `written_copies` of pages and states went to the directory, and `loaded_copies` came from there."""
+        back; `written_copies` of pages and states went to the directory, and `loaded_copies` came from there. `failure`
+        says why nothing is answered any more, if the device has failed, and is empty otherwise."""
         return self.core.counts()
 
     @property

@@ -145,6 +145,7 @@ std::shared_ptr<Answer> Scheduler::submit(Request request, std::shared_ptr<Arriv
     entry->request = std::move(request);
     std::lock_guard<std::mutex> lock(_bell->mutex);
     if (_isEnding) throw Error(ErrorKind::InvalidArgument, kClosed);
+    if (!_counts.failure.empty()) throw Error(ErrorKind::DeviceLost, _counts.failure);
     const int64_t waiting = _counts.waiting + static_cast<int64_t>(_submitted.size());
     if (waiting >= _options.queue) {
         ++_counts.refused;
@@ -228,7 +229,7 @@ void Scheduler::work() {
             tries = 0;
         } catch (const std::exception& error) {
             if (!isOutOfMemory(error) || ++tries == kMostTries) {
-                for (const auto& entry : _entries) finish(*entry, failure(error));
+                for (const auto& entry : _entries) finish(*entry, failed(error));
                 tries = 0;
             }
             std::this_thread::sleep_for(kPatience);
@@ -245,7 +246,10 @@ void Scheduler::takeTurn() {
     endOverdue();
     noteReaders(_entries);
     // For a task any number of requests may be paused.
-    bool worked = _tasks.doPieces([&](const std::exception& error) { return isOutOfMemory(error) && makeRoom(1); });
+    bool worked = _tasks.doPieces([&](const std::exception& error) {
+        failed(error);
+        return isOutOfMemory(error) && makeRoom(1);
+    });
     const bool writes = countOf(_entries, State::Writing) > 0;
     if (!writes || !_pace.answersAreDue()) {
         const int64_t rows = _pace.pieceRows(writes);
@@ -254,6 +258,9 @@ void Scheduler::takeTurn() {
         worked = worked || !group.empty();
     }
     worked = write() || worked;
+    // A lost device ends also those that had no part in the pass that failed.
+    if (const std::string lost = counts().failure; !lost.empty())
+        for (const auto& entry : _entries) finish(*entry, failed(Error(ErrorKind::DeviceLost, lost)));
     removeFinished();
     noteReaders(_entries);
     const bool waits = std::any_of(_entries.begin(), _entries.end(), [](const auto& e) { return isWanted(*e); });
@@ -419,7 +426,7 @@ bool Scheduler::begin(Entry& entry) {
         note([&](SchedulerCounts& counts) { counts.adoptedTokens += text.held().adoptedTokens() - before; });
     } catch (const std::exception& error) {
         if (entry.hasBegun && isOutOfMemory(error)) return true;  // it is computed instead
-        finish(entry, failure(error));
+        finish(entry, failed(error));
         return false;
     }
     return true;
@@ -464,7 +471,7 @@ void Scheduler::prepare(const std::vector<Entry*>& group, int64_t rows) {
     } catch (const std::exception& error) {
         if (isOutOfMemory(error) && group.size() > 1) return prepare({group.front()}, rows);
         if (isOutOfMemory(error) && (makeRoom() || _tasks.isUnderWay())) return;
-        for (Entry* entry : group) finish(*entry, failure(error));
+        for (Entry* entry : group) finish(*entry, failed(error));
     }
 }
 
@@ -485,7 +492,7 @@ bool Scheduler::write() {
         stepTogether(texts, std::max<int64_t>(kDraftRows / static_cast<int64_t>(texts.size()) - 1, 0));
     } catch (const std::exception& error) {
         if (isOutOfMemory(error) && (makeRoom() || _tasks.isUnderWay())) return true;
-        for (Entry* entry : writing) finish(*entry, failure(error));
+        for (Entry* entry : writing) finish(*entry, failed(error));
         return true;
     }
     const double seconds = since(started);
@@ -503,7 +510,7 @@ bool Scheduler::write() {
         try {
             hand(*writing[i]);
         } catch (const std::exception& error) {
-            finish(*writing[i], failure(error));
+            finish(*writing[i], failed(error));
         }
     }
     return true;
@@ -550,6 +557,13 @@ void Scheduler::finish(Entry& entry, Ending ending) {
     if (entry.text) entry.text->endAnswer();
     ending.figures = entry.figures;
     entry.answer->end(std::move(ending));
+}
+
+// What a request ends with if this is thrown. Once the device is lost, none is taken any more.
+Ending Scheduler::failed(const std::exception& error) {
+    if (Ending ending = failure(error); ending.kind == ErrorKind::DeviceLost)
+        note([&](SchedulerCounts& counts) { counts.failure = std::move(ending.error); });
+    return failure(error);
 }
 
 // What requests that have ended leave in the cache stays, so that a prompt that continues it need not compute it again:

@@ -47,6 +47,7 @@ struct SchedulerCounts {
     int64_t sharedPages = 0;    // now: pages of the cache that requests with the same beginning find
     double cacheUsed = 0;       // now: the part of the cache's pages that requests hold, 0 to 1
     SpillCounts spill;
+    std::string failure;  // why nothing is answered any more: the device has failed; empty: it has not
 };
 
 class Scheduler {
@@ -56,8 +57,9 @@ public:
     Scheduler(const Scheduler&) = delete;
     Scheduler& operator=(const Scheduler&) = delete;
 
-    // Any thread may call it. Throws Error(InvalidArgument) for a request that can never be served, and Error(Busy) if
-    // the queue is full. arrivals: where the answer's news is announced, if anybody waits there.
+    // Any thread may call it. Throws Error(InvalidArgument) for a request that can never be served, Error(Busy) if the
+    // queue is full, and Error(DeviceLost) once the device has failed. arrivals: where the answer's news is announced,
+    // if anybody waits there.
     std::shared_ptr<Answer> submit(Request request, std::shared_ptr<Arrivals> arrivals = nullptr);
     // Has work done between passes. Long tasks follow each other, one piece in each turn; short ones wait for none. For
     // all of it other requests may be paused.
@@ -87,6 +89,7 @@ private:
     bool write();
     void hand(Entry& entry);
     void finish(Entry& entry, Ending ending);
+    Ending failed(const std::exception& error);
     void removeFinished();
     bool makeRoom(int64_t leastRunning = 2, const Continuation* except = nullptr);
     void noteShared();

@@ -268,6 +268,40 @@ TEST(Scheduler, HigherPrioritiesAndRarerClientsGoFirst) {
     EXPECT_LT(highWaited, lowWaited);
 }
 
+// Also those that had no part in the pass that failed.
+TEST(Scheduler, ALostDeviceEndsAllRequestsAndTakesNone) {
+    const Model model = modelOf(gpuVariants()[0], 2000);
+    const WatchedEngine watched(model, engineOptions(2000, 64, 8));
+    SchedulerOptions options = longQueue();
+    options.running = 1;
+    Scheduler scheduler(watched.engine, options);
+    EXPECT_EQ(wait(*scheduler.submit(requestOf({1, 2, 3}, 4))).ending.finish, Finish::Length);
+    EXPECT_EQ(scheduler.counts().failure, "");
+    watched.backend->failIn = 3;
+    watched.backend->isLost = true;
+    std::vector<std::shared_ptr<Answer>> answers;
+    {
+        const LockedModel locked = watched.engine->runner().lock();  // all are there before the first pass
+        for (int i = 0; i < 3; ++i) answers.push_back(scheduler.submit(requestOf({1, 2, 3 + i}, 40)));
+    }
+    for (const auto& answer : answers) {
+        const Ending ending = wait(*answer).ending;
+        EXPECT_EQ(ending.finish, Finish::Failed);
+        EXPECT_EQ(ending.kind, ErrorKind::DeviceLost);
+        EXPECT_EQ(ending.error, "told to be lost");
+    }
+    EXPECT_EQ(scheduler.counts().failure, "told to be lost");
+    expectError(ErrorKind::DeviceLost, "told to be lost", [&] { scheduler.submit(requestOf({1, 2, 3}, 4)); });
+}
+
+TEST(Scheduler, ALostDeviceIsNoticedByTasks) {
+    const Model model = modelOf(gpuVariants()[0], 2000);
+    Scheduler scheduler(engineOf(model, engineOptions(2000, 64, 8)), longQueue());
+    const auto task = scheduler.perform([]() -> bool { throw Error(ErrorKind::DeviceLost, "told to be lost"); });
+    expectError(ErrorKind::DeviceLost, "told to be lost", [&] { task->wait(kForever); });
+    expectError(ErrorKind::DeviceLost, "told to be lost", [&] { scheduler.submit(requestOf({1, 2, 3}, 4)); });
+}
+
 // A step that fails ends the requests in it, and only these.
 TEST(Scheduler, AFailedPassEndsItsRequestsAndNoOther) {
     const Model model = modelOf(gpuVariants()[0], 2000);

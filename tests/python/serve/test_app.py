@@ -161,6 +161,19 @@ def test_a_first_model_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_health_sees_that_the_device_failed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        loader = FakeLoader()
+        app = create_app(ServerSettings(), model_files(tmp_path, "a"), loader=loader)
+        async with running(app) as client:
+            await until(client, (200, "ok"))
+            loader.counts["failure"] = "CUDA: a step: an illegal memory access was encountered"
+            assert await health(client) == (503, "failed")
+            assert "a: CUDA: a step: an illegal" in (await client.get("/health")).json()["error"]["message"]
+
+    asyncio.run(scenario())
+
+
 def test_health_sees_that_no_step_ends(tmp_path: Path) -> None:
     async def scenario() -> None:
         loader = FakeLoader()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from serving import OneModelServer, story_server, with_template
 
+from sharpi.errors import DeviceLostError
 from sharpi.serve.answering.channels import reader_of
 from sharpi.serve.answering.messages import normalized
 from sharpi.serve.answering.open_turn import Choice, ModelTurn
@@ -327,6 +328,17 @@ def test_a_model_without_a_template_cannot_chat(story: OneModelServer) -> None:
         plain = {key: value for key, value in file.metadata.items() if key != "tokenizer.chat_template"}
         server.model.file = dataclasses.replace(file, metadata=type(file.metadata)(file.paths[0], plain))
         assert "chat template" in refusal(server, Turn(messages=USER)).message
+
+
+def test_a_lost_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: Any, **__: Any) -> None:
+        raise DeviceLostError("the GPU has failed")
+
+    with story_server() as server:
+        monkeypatch.setattr(server.scheduler, "submit", lost)
+        error = refusal(server, Turn(messages=USER))
+    assert (error.status, error.kind, error.code) == (503, "server_error", "device_lost")
+    assert error.message == "the GPU has failed"
 
 
 def test_a_full_queue_is_refused_before_the_prompt_is_made() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from sharpi.constraints.answers import AnswerRules
-from sharpi.errors import BusyError, InvalidRequestError, SharpiError
+from sharpi.errors import BusyError, DeviceLostError, InvalidRequestError, SharpiError
 from sharpi.loading.loaded_model import LoadedModel
 from sharpi.scheduler import Answer, Scheduler
 from sharpi.serve.answering.channels import reader_of
@@ -151,6 +151,8 @@ class ModelRunner:
                 raise self._busy(str(error)) from None
             if isinstance(error, InvalidRequestError):
                 raise refused(error) from None
+            if isinstance(error, DeviceLostError):
+                raise ApiError(503, "server_error", str(error), code="device_lost") from None
             if isinstance(error, SharpiError):
                 raise ApiError(500, "server_error", str(error)) from None
             raise

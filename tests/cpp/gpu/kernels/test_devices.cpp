@@ -1,5 +1,8 @@
 // Opening devices by their index, and launches on each of several devices in one process.
+#include <string>
+
 #include "core/half.h"
+#include "device/launch.cuh"
 #include "gpu_test.h"
 #include "kernels/matmul/matmul.h"
 
@@ -21,6 +24,25 @@ protected:
     }
     void TearDown() override { cudaSetDevice(0); }
 };
+
+// Other errors leave the device usable.
+TEST_F(Devices, AreLostByErrorsThatStay) {
+    const auto kindOf = [](cudaError_t status) {
+        try {
+            check(status, "a step");
+        } catch (const Error& error) {
+            EXPECT_NE(std::string(error.what()).find("CUDA: a step: "), std::string::npos) << error.what();
+            return error.kind();
+        }
+        ADD_FAILURE() << "it did not throw";
+        return ErrorKind::Internal;
+    };
+    for (const cudaError_t status : {cudaErrorIllegalAddress, cudaErrorECCUncorrectable, cudaErrorLaunchTimeout})
+        EXPECT_EQ(kindOf(status), ErrorKind::DeviceLost);
+    EXPECT_EQ(kindOf(cudaErrorMemoryAllocation), ErrorKind::OutOfMemory);
+    for (const cudaError_t status : {cudaErrorInvalidValue, cudaErrorInvalidConfiguration, cudaErrorNotReady})
+        EXPECT_EQ(kindOf(status), ErrorKind::Internal);
+}
 
 TEST_F(Devices, AreOpenedByTheirIndex) {
     for (int i = 0; i < count(); ++i) {

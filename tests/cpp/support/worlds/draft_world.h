@@ -142,7 +142,8 @@ inline Model knowing(float mixed) {
 class Watched : public CpuBackend {
 public:
     Watched() : CpuBackend(1) {}
-    int failIn = 0;  // counts down before and after each pass and before each sample(), and fails at 0; 0: never
+    int failIn = 0;       // counts down before and after each pass and before each sample(), and fails at 0; 0: never
+    bool isLost = false;  // it fails as a device that does nothing more
     std::vector<std::pair<sharpi::Pass, Batch>> seen;
 
     void begin(const Batch& batch, const KvCache& kv) override {
@@ -162,7 +163,9 @@ public:
 
 private:
     void mayFail() {
-        if (failIn > 0 && --failIn == 0) throw std::runtime_error("told to fail");
+        if (failIn == 0 || --failIn > 0) return;
+        if (isLost) throw Error(ErrorKind::DeviceLost, "told to be lost");
+        throw std::runtime_error("told to fail");
     }
     Batch _batch;
 };
