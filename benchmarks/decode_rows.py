@@ -7,8 +7,9 @@ Every text has --depth random tokens before the first step that is timed. The mo
 the largest number of rows. A step takes up to 64 rows; for more texts, the time is that of all their steps. The column
 "x first" says how many steps of the first number of rows it takes.
 
-With --llama-batched-bench, llama.cpp runs the same numbers of rows at the same depth beside it, all layers on the GPU
-and with flash attention. Its time of a step is that of its whole generation, divided by the tokens of a text.
+With --llama-batched-bench, llama.cpp runs the same numbers of rows at the same depth beside it, with flash attention
+and all layers on the GPU, or none with --device cpu. Its time of a step is that of its whole generation, divided by the
+tokens of a text.
 """
 
 from __future__ import annotations
@@ -62,8 +63,10 @@ def measured(arguments: argparse.Namespace) -> list[Steps]:
 def llama_command(arguments: argparse.Namespace) -> list[str]:
     """The call of llama-batched-bench that measures the same."""
     most = max(arguments.rows)
+    layers = "0" if arguments.device == "cpu" else "99"
+    threads = ["-t", str(arguments.threads), "-tb", str(arguments.threads)] if arguments.threads else []
     return [arguments.llama_batched_bench, "-m", str(arguments.model), "-npp", str(arguments.depth), "-ntg",
-            str(arguments.steps), "-npl", ",".join(map(str, arguments.rows)), "-ngl", "99", "-fa", "1",
+            str(arguments.steps), "-npl", ",".join(map(str, arguments.rows)), "-ngl", layers, "-fa", "1", *threads,
             "-c", str(most * (arguments.depth + arguments.steps))]
 
 

@@ -43,6 +43,9 @@ def test_llama_measures_the_same_rows_at_the_same_depth():
                                           "--llama-batched-bench", "bench"])
     command = " ".join(decode_rows.llama_command(arguments))
     assert command == "bench -m a.gguf -npp 300 -ntg 20 -npl 1,16 -ngl 99 -fa 1 -c 5120"
+    arguments.device, arguments.threads = "cpu", 2
+    command = " ".join(decode_rows.llama_command(arguments))
+    assert command == "bench -m a.gguf -npp 300 -ntg 20 -npl 1,16 -ngl 0 -fa 1 -t 2 -tb 2 -c 5120"
 
 
 def test_the_table_has_a_line_for_each_number_of_rows():
