@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sharpi import Model, Token
-from sharpi.reply import render_prompt
+from sharpi.reply import chat_prompt
 
 QUESTION = "Tell me the capital of France."
 ANSWER = "The capital of France is Paris."
@@ -14,7 +14,7 @@ ANSWER = "The capital of France is Paris."
 def prompt_ids(model: Model, *texts: str) -> list[int]:
     """The prompt after which the model answers. texts: what user and assistant said in turn."""
     messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
-    return model.tokenize(render_prompt(model, messages), add_special=False, parse_special=True)
+    return chat_prompt(model, messages).ids
 
 
 def ask(model: Model, *texts: str, **options: Any) -> list[Token]:
