@@ -88,9 +88,10 @@ struct CudaMemory::Driver {
         if (status == CUDA_SUCCESS) return;
         const char* words = nullptr;
         if (getErrorString(status, &words) != CUDA_SUCCESS || !words) words = "an unknown error";
+        const std::string told = std::string("CUDA: ") + what + ": " + words;
         // The runtime's errors have the driver's numbers.
-        const bool lost = isLost(static_cast<cudaError_t>(status));
-        throw Error(lost ? ErrorKind::DeviceLost : ErrorKind::Internal, std::string("CUDA: ") + what + ": " + words);
+        if (isLost(static_cast<cudaError_t>(status))) throw lostDevice(told);
+        throw Error(ErrorKind::Internal, told);
     }
 };
 

@@ -36,12 +36,16 @@ inline bool isLost(cudaError_t status) {
     }
 }
 
+// words: of the error after which the device is lost.
+inline Error lostDevice(const std::string& words) {
+    return {ErrorKind::DeviceLost, words + "; the GPU does nothing more in this process: start it again"};
+}
+
 inline void check(cudaError_t status, const char* what) {
     if (status == cudaSuccess) return;
     cudaGetLastError();  // clears it, or a later call would report it
     const std::string words = std::string("CUDA: ") + what + ": " + cudaGetErrorString(status);
-    if (isLost(status))
-        throw Error(ErrorKind::DeviceLost, words + "; the GPU does nothing more in this process: start it again");
+    if (isLost(status)) throw lostDevice(words);
     throw Error(status == cudaErrorMemoryAllocation ? ErrorKind::OutOfMemory : ErrorKind::Internal, words);
 }
 

@@ -1,11 +1,35 @@
 // See request.h.
 #include "engine/scheduler/request.h"
 
+#include <new>
 #include <string>
 
 #include "core/rules/log_softmax.h"
 
 namespace sharpi {
+
+bool isOutOfMemory(const std::exception& error) {
+    const auto* known = dynamic_cast<const Error*>(&error);
+    return known ? known->kind() == ErrorKind::OutOfMemory : dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
+}
+
+// Never throws: the text without memory is so short that a string holds it in itself.
+static std::string textOf(const std::exception& error) {
+    const char* const noMemory = "no memory left";
+    try {
+        return dynamic_cast<const std::bad_alloc*>(&error) ? noMemory : error.what();
+    } catch (const std::bad_alloc&) {
+        return noMemory;
+    }
+}
+
+Ending failure(const std::exception& error) {
+    Ending ending{Finish::Failed, textOf(error)};
+    const auto* known = dynamic_cast<const Error*>(&error);
+    if (known) ending.kind = known->kind();
+    else if (isOutOfMemory(error)) ending.kind = ErrorKind::OutOfMemory;
+    return ending;
+}
 
 void requireServable(const Request& request, const SequenceLimits& limits) {
     request.params.validate(limits.vocabSize);

@@ -76,4 +76,9 @@ struct Ending {
     RequestFigures figures = {};
 };
 
+// Whether the cache or the machine lacked memory, which other requests may give up.
+bool isOutOfMemory(const std::exception& error);
+// What a request ends with if this was thrown. Does not throw.
+Ending failure(const std::exception& error);
+
 }  // namespace sharpi

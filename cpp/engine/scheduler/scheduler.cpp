@@ -29,30 +29,6 @@ constexpr int64_t kMostSpareDoublings = 6;
 // If memory ends in the thread's own work and not in a request's pass, the thread tries again, so many times in a row.
 constexpr int kMostTries = 20;
 
-// Whether the cache or the machine lacked memory, which other requests may give up.
-bool isOutOfMemory(const std::exception& error) {
-    const auto* known = dynamic_cast<const Error*>(&error);
-    return known ? known->kind() == ErrorKind::OutOfMemory : dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
-}
-
-// Never throws: the text without memory is so short that a string holds it in itself.
-std::string textOf(const std::exception& error) {
-    const char* const noMemory = "no memory left";
-    try {
-        return dynamic_cast<const std::bad_alloc*>(&error) ? noMemory : error.what();
-    } catch (const std::bad_alloc&) {
-        return noMemory;
-    }
-}
-
-Ending failure(const std::exception& error) {
-    Ending ending{Finish::Failed, textOf(error)};
-    const auto* known = dynamic_cast<const Error*>(&error);
-    if (known) ending.kind = known->kind();
-    else if (isOutOfMemory(error)) ending.kind = ErrorKind::OutOfMemory;
-    return ending;
-}
-
 // Whether layers have states or windows. Then shared pages do not hold all of a text.
 bool isLimited(const KvCache& kv) { return kv.states().any() || kv.lists() > 1; }
 
@@ -259,8 +235,8 @@ void Scheduler::takeTurn() {
     }
     worked = write() || worked;
     // A lost device ends also those that had no part in the pass that failed.
-    if (const std::string lost = counts().failure; !lost.empty())
-        for (const auto& entry : _entries) finish(*entry, failed(Error(ErrorKind::DeviceLost, lost)));
+    if (!_counts.failure.empty())
+        for (const auto& entry : _entries) finish(*entry, {Finish::Failed, _counts.failure, ErrorKind::DeviceLost});
     removeFinished();
     noteReaders(_entries);
     const bool waits = std::any_of(_entries.begin(), _entries.end(), [](const auto& e) { return isWanted(*e); });
@@ -559,11 +535,12 @@ void Scheduler::finish(Entry& entry, Ending ending) {
     entry.answer->end(std::move(ending));
 }
 
-// What a request ends with if this is thrown. Once the device is lost, none is taken any more.
+// Once the device is lost, no request is taken any more.
 Ending Scheduler::failed(const std::exception& error) {
-    if (Ending ending = failure(error); ending.kind == ErrorKind::DeviceLost)
-        note([&](SchedulerCounts& counts) { counts.failure = std::move(ending.error); });
-    return failure(error);
+    Ending ending = failure(error);
+    if (ending.kind == ErrorKind::DeviceLost)
+        note([&](SchedulerCounts& counts) { counts.failure = failure(error).error; });
+    return ending;
 }
 
 // What requests that have ended leave in the cache stays, so that a prompt that continues it need not compute it again:

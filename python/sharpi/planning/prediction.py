@@ -453,17 +453,16 @@ def _fast_seconds(uses: Sequence[Use], profile: HardwareProfile, rows: int, besi
 def _exact_seconds(uses: Sequence[Use], resident: Sequence[TensorHome], profile: HardwareProfile, rows: int,
                    beside: Beside) -> float:
     """Seconds of the GPU's arithmetic for `rows` rows by the contract; resident: homes with all tensors in VRAM."""
+    products = [use for use in uses if use.role not in (*BY_ROW, "head")]
     seconds = 0.0
-    for use in uses:
-        if use.role in (*BY_ROW, "head"):
-            continue
+    for use in products:
         most = EXACT_EXPERT_ROWS if use.role == "experts" else EXACT_ROWS
-        for count, launches in ((most, rows // most), (rows % most, 1 if rows % most else 0)):
-            if launches:
+        for count, launches in ((most, rows // most), (rows % most, 1)):
+            if count and launches:
                 together = use._replace(read_bytes=round(step_bytes(use, count)))
                 seconds += launches * together.read_bytes * rows_cost(together, use, count)
     seconds /= profile.vram_bytes_per_second
-    reads = traffic([use for use in uses if use.role not in (*BY_ROW, "head")], resident, beside=beside)
+    reads = traffic(products, resident, beside=beside)
     seconds += math.ceil(rows / EXACT_ROWS) * _kernels(reads) * profile.gpu_kernel_seconds
     return seconds + rows * reads.layers * EXACT_ROW_SECONDS
 

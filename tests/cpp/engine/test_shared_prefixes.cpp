@@ -121,6 +121,24 @@ protected:
         for (unsigned i = 0; hasStates() && i < 6; ++i)
             serve(engine, scheduler, {randomTokens(130, model.options().vocab, 90 + i)}, false);
     }
+    // Calls body(engine, scheduler, texts) for several sizes of batches. Three texts begin alike and have ends of
+    // several pages of their own.
+    static constexpr int64_t kCommon = 500, kFound = 448;
+    template <typename Body> void withParting(const Body& body) {
+        auto texts = prompts(model, 3, kCommon);
+        for (size_t i = 0; i < texts.size(); ++i) {
+            const auto own = randomTokens(200, model.options().vocab, 200 + static_cast<unsigned>(i));
+            texts[i].insert(texts[i].end(), own.begin(), own.end());
+        }
+        for (const int64_t batch : {64, 448, 1000}) {
+            SCOPED_TRACE("batches of " + std::to_string(batch));
+            const TwoArithmeticsEngine watched(model, engineOptions(4000, batch, 4), step);
+            Scheduler scheduler(watched.engine, longQueue());
+            answer = 5;
+            takeStates(*watched.engine, scheduler);
+            body(*watched.engine, scheduler, texts);
+        }
+    }
 };
 INSTANTIATE_TEST_SUITE_P(Models, SharedAnywhere, testing::Range(0, 7));
 
@@ -260,48 +278,24 @@ TEST_P(SharedAnywhere, TextsPartAnywhere) {
     EXPECT_GE(reused, hasStates() ? kPage : pages * kPage) << "states are copied at the ends of prompts alone";
 }
 
-// Prompts with ends of several pages of their own, of which only the beginning is shared.
-std::vector<std::vector<int32_t>> parting(const Model& model, int count, int64_t beginning) {
-    auto texts = prompts(model, count, beginning);
-    for (size_t i = 0; i < texts.size(); ++i) {
-        const auto own = randomTokens(200, model.options().vocab, 200 + static_cast<unsigned>(i));
-        texts[i].insert(texts[i].end(), own.begin(), own.end());
-    }
-    return texts;
-}
-
 // A mark lies in a piece, at its end, and at its beginning, before which the page ends.
 TEST_P(SharedAnywhere, MarksSayWhereTextsPart) {
-    constexpr int64_t kSystem = 500, kFound = 448;
-    for (const int64_t batch : {64, 448, 1000}) {
-        SCOPED_TRACE("batches of " + std::to_string(batch));
-        const TwoArithmeticsEngine watched(model, engineOptions(4000, batch, 4), step);
-        Scheduler scheduler(watched.engine, longQueue());
-        answer = 5;
-        const auto texts = parting(model, 3, kSystem);
-        takeStates(*watched.engine, scheduler);
-        EXPECT_EQ(serve(*watched.engine, scheduler, {texts[0]}, false, {kSystem, 0, kSystem}), 0);
-        EXPECT_EQ(serve(*watched.engine, scheduler, {texts[1]}, false, {kSystem}), kFound);
-        takeStates(*watched.engine, scheduler);
-        EXPECT_EQ(serve(*watched.engine, scheduler, {texts[2]}, false), kFound);
-    }
+    withParting([&](Engine& engine, Scheduler& scheduler, const auto& texts) {
+        EXPECT_EQ(serve(engine, scheduler, {texts[0]}, false, {kCommon, 0, kCommon}), 0);
+        EXPECT_EQ(serve(engine, scheduler, {texts[1]}, false, {kCommon}), kFound);
+        takeStates(engine, scheduler);
+        EXPECT_EQ(serve(engine, scheduler, {texts[2]}, false), kFound);
+    });
 }
 
 TEST_P(SharedAnywhere, TheThirdTextContinuesWhereTwoWereSeenToPart) {
-    constexpr int64_t kCommon = 500, kFound = 448;
-    for (const int64_t batch : {64, 448, 1000}) {
-        SCOPED_TRACE("batches of " + std::to_string(batch));
-        const TwoArithmeticsEngine watched(model, engineOptions(4000, batch, 4), step);
-        Scheduler scheduler(watched.engine, longQueue());
-        answer = 5;
-        const auto texts = parting(model, 3, kCommon);
-        takeStates(*watched.engine, scheduler);
-        EXPECT_EQ(serve(*watched.engine, scheduler, {texts[0]}, false), 0);
-        takeStates(*watched.engine, scheduler);
-        EXPECT_EQ(serve(*watched.engine, scheduler, {texts[1]}, false), hasStates() ? 0 : kFound);
-        takeStates(*watched.engine, scheduler);
-        EXPECT_EQ(serve(*watched.engine, scheduler, {texts[2]}, false), kFound);
-    }
+    withParting([&](Engine& engine, Scheduler& scheduler, const auto& texts) {
+        EXPECT_EQ(serve(engine, scheduler, {texts[0]}, false), 0);
+        takeStates(engine, scheduler);
+        EXPECT_EQ(serve(engine, scheduler, {texts[1]}, false), hasStates() ? 0 : kFound);
+        takeStates(engine, scheduler);
+        EXPECT_EQ(serve(engine, scheduler, {texts[2]}, false), kFound);
+    });
 }
 
 // Choices of one prompt: all but its end is computed once.

@@ -104,6 +104,20 @@ protected:
         options.file = "a file";
         return options;
     }
+    // Calls body(kind, options) for each kind of model, with all copies on the disk and with room for them in RAM. In
+    // the end nothing was noticed.
+    template <typename Body> void withDisk(const Body& body) {
+        for (const Kind& kind : kinds()) {
+            for (const size_t ram : {size_t{0}, size_t{1} << 30}) {
+                SCOPED_TRACE(std::string(kind.name) + ", " + std::to_string(ram));
+                SchedulerOptions options = onDisk();
+                options.spillBytes = options.statesBytes = ram;
+                options.file = kind.name + std::to_string(ram);
+                body(kind, options);
+                EXPECT_EQ(notices.size(), 0U);
+            }
+        }
+    }
     TemporaryFolder folder;
     std::vector<std::string> notices;
 };
@@ -132,52 +146,37 @@ TEST_F(SpilledPrefixes, AreComputedAgainWithoutRoomInRam) {
 }
 
 TEST_F(SpilledPrefixes, AreThereAfterARestart) {
-    for (const Kind& kind : kinds()) {
-        for (const size_t ram : {size_t{0}, size_t{1} << 30}) {
-            SCOPED_TRACE(std::string(kind.name) + ", " + std::to_string(ram));
-            SchedulerOptions options = onDisk();
-            options.spillBytes = options.statesBytes = ram;
-            options.file = kind.name + std::to_string(ram);
-            {
-                World world(kind, options);
-                for (const unsigned text : {1, 2, 3}) EXPECT_EQ(world.serve(world.prompt(text)), 0);
-            }
-            {
-                World world(kind, options);
-                EXPECT_EQ(world.serve(world.prompt(1)), kBeginning) << "the same prompt";
-                EXPECT_EQ(world.serve(world.prompt(2, 100, 5)), kBeginning) << "a longer one";
-                EXPECT_EQ(world.counts().restoredPages, 2 * (kBeginning / kPage + kind.windowPages));
-                EXPECT_EQ(world.serve(world.prompt(4)), 0) << "another one";
-            }
+    withDisk([](const Kind& kind, const SchedulerOptions& options) {
+        {
             World world(kind, options);
-            EXPECT_EQ(world.serve(world.prompt(2, 120, 5)), kBeginning + kPage)
-                << "what the second process has computed";
-            EXPECT_EQ(notices.size(), 0U);
+            for (const unsigned text : {1, 2, 3}) EXPECT_EQ(world.serve(world.prompt(text)), 0);
         }
-    }
+        {
+            World world(kind, options);
+            EXPECT_EQ(world.serve(world.prompt(1)), kBeginning) << "the same prompt";
+            EXPECT_EQ(world.serve(world.prompt(2, 100, 5)), kBeginning) << "a longer one";
+            EXPECT_EQ(world.counts().restoredPages, 2 * (kBeginning / kPage + kind.windowPages));
+            EXPECT_EQ(world.serve(world.prompt(4)), 0) << "another one";
+        }
+        World world(kind, options);
+        EXPECT_EQ(world.serve(world.prompt(2, 120, 5)), kBeginning + kPage) << "what the second process has computed";
+    });
 }
 
 // What prompts need to continue at a mark is kept as what they need at an earlier prompt's end.
 TEST_F(SpilledPrefixes, ContinueAtMarks) {
-    constexpr int64_t kOwn = 150;
-    const std::vector<int64_t> marks{kBeginning};
-    for (const Kind& kind : kinds()) {
-        for (const size_t ram : {size_t{0}, size_t{1} << 30}) {
-            SCOPED_TRACE(std::string(kind.name) + ", " + std::to_string(ram));
-            SchedulerOptions options = onDisk();
-            options.spillBytes = options.statesBytes = ram;
-            options.file = kind.name + std::to_string(ram);
-            {
-                World world(kind, options);
-                EXPECT_EQ(world.serve(world.prompt(1, kOwn, 1), "", marks), 0);
-                for (const unsigned text : {2, 3}) EXPECT_EQ(world.serve(world.prompt(text)), 0);
-                EXPECT_EQ(world.serve(world.prompt(1, kOwn, 2), "", marks), kBeginning);
-            }
+    withDisk([](const Kind& kind, const SchedulerOptions& options) {
+        constexpr int64_t kOwn = 150;
+        const std::vector<int64_t> marks{kBeginning};
+        {
             World world(kind, options);
-            EXPECT_EQ(world.serve(world.prompt(1, kOwn, 3), "", marks), kBeginning);
-            EXPECT_EQ(notices.size(), 0U);
+            EXPECT_EQ(world.serve(world.prompt(1, kOwn, 1), "", marks), 0);
+            for (const unsigned text : {2, 3}) EXPECT_EQ(world.serve(world.prompt(text)), 0);
+            EXPECT_EQ(world.serve(world.prompt(1, kOwn, 2), "", marks), kBeginning);
         }
-    }
+        World world(kind, options);
+        EXPECT_EQ(world.serve(world.prompt(1, kOwn, 3), "", marks), kBeginning);
+    });
 }
 
 TEST_F(SpilledPrefixes, OfAnotherModelFormatArithmeticOrSaltAreNotUsed) {

@@ -1,4 +1,5 @@
-// Whose prompt comes next: that of a client who has less served, then one that is soon done, unless another has waited.
+// Which prompt is computed next: one of the client that has the fewest requests served; of these, the one that is done
+// soonest, unless another has waited long.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from sharpi import ModelFileError
+from sharpi import InvalidRequestError, ModelFileError
 from sharpi.serve.app import create_app, server_of
 from sharpi.serve.http.watch import StepWatch
 from sharpi.serve.models.measuring import MeasuredRunner
@@ -170,6 +170,21 @@ def test_health_sees_that_the_device_failed(tmp_path: Path) -> None:
             loader.counts["failure"] = "CUDA: a step: an illegal memory access was encountered"
             assert await health(client) == (503, "failed")
             assert "a: CUDA: a step: an illegal" in (await client.get("/health")).json()["error"]["message"]
+
+    asyncio.run(scenario())
+
+
+def test_health_does_without_a_model_that_is_being_closed(tmp_path: Path) -> None:
+    def closed() -> None:
+        raise InvalidRequestError("the scheduler is closed")
+
+    async def scenario() -> None:
+        app = create_app(ServerSettings(), model_files(tmp_path, "a"), loader=FakeLoader())
+        async with running(app) as client:
+            await until(client, (200, "ok"))
+            for loaded in server_of(app).store.loaded():
+                loaded.scheduler.counts = closed  # type: ignore[method-assign]
+            assert await health(client) == (200, "ok")
 
     asyncio.run(scenario())
 

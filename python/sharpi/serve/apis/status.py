@@ -43,8 +43,7 @@ async def _health(server: ApiServer, request: Request) -> Response:
     """200 if requests can be answered. Whoever restarts servers asks this, so it must not say so if they are not."""
     if server.traffic.ending:
         return _unwell("ending", "the server is ending")
-    counts = ((loaded.name, loaded.scheduler.counts()) for loaded in server.store.loaded())
-    lost = [f"{model}: {found['failure']}" for model, found in counts if found.get("failure")]
+    lost = [f"{model}: {counts['failure']}" for model, counts in server.counts() if counts.get("failure")]
     if lost:
         return _unwell("failed", "; ".join(lost))
     stalled = [f"{model} has finished no step for {seconds:.0f} s" for model, seconds in server.watch.stalled()]
