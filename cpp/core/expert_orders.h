@@ -6,8 +6,9 @@
 
 namespace sharpi {
 
-// The most experts that a device fetches for one layer, and the most that it fetches ahead for the next.
-constexpr int kMaxExpertFetches = 8;
+// The most experts that a device fetches for one layer, and the most that it fetches ahead for the next. A token misses
+// a few, but a step of many rows may want nearly all experts of a layer.
+constexpr int kMaxExpertFetches = 64, kMaxFetchesAhead = 8;
 
 // An expert that the device fetches, from addresses that it can read, in the file's layout.
 struct ExpertFetch {
@@ -20,8 +21,8 @@ struct ExpertFetch {
 // which will find them in its table.
 struct ExpertOrders {
     int32_t demanded = 0, ahead = 0;
-    ExpertFetch fetch[kMaxExpertFetches];       // the first `demanded`
-    ExpertFetch aheadFetch[kMaxExpertFetches];  // the first `ahead`
+    ExpertFetch fetch[kMaxExpertFetches];      // the first `demanded`
+    ExpertFetch aheadFetch[kMaxFetchesAhead];  // the first `ahead`
 };
 
 // What the host learns about a layer. Each layer has an area of its own, since the host may lag behind while nothing is

@@ -21,7 +21,11 @@ ExpertMisses::ExpertMisses(ExpertSlotManager& slots, ExpertPrefetcher& prefetche
       _profiler(profiler),
       _share(use.cpuRate, use.busRate, slots.expertBytes(0)),
       _mode(mode),
-      _reachable(std::move(reachable)) {}
+      _reachable(std::move(reachable)),
+      _pairsOf(static_cast<size_t>(slots.experts())) {
+    _missed.reserve(_pairsOf.size());
+    _ordered.reserve(kMaxExpertFetches);
+}
 
 int64_t ExpertMisses::takeFetched() { return std::exchange(_fetched, 0); }
 
@@ -44,11 +48,8 @@ bool ExpertMisses::fetch(int32_t layer, int32_t expert, bool ahead, ExpertFetch&
 void ExpertMisses::order(int32_t layer, const int32_t* chosen, const int32_t* slot, const int32_t* predicted,
                          int32_t pairs, ExpertOrders& orders) {
     _slots.reached(layer, chosen, pairs);
-    _missed.clear();
     _ordered.clear();
-    for (int32_t p = 0; p < pairs; ++p) {
-        if (slot[p] < 0 && !contains(_missed, chosen[p])) _missed.push_back(chosen[p]);
-    }
+    findMissed(chosen, slot, pairs);
     const int32_t wanted = _share.choose(static_cast<int32_t>(_missed.size()), _slots.expertBytes(layer));
     for (const int32_t expert : _missed) {
         if (orders.demanded == wanted) break;
@@ -60,6 +61,21 @@ void ExpertMisses::order(int32_t layer, const int32_t* chosen, const int32_t* sl
     _fetched += orders.demanded + orders.ahead;
     _fetchedBytes = static_cast<size_t>(orders.demanded) * _slots.expertBytes(layer);
     _measurable = orders.ahead == 0;  // experts fetched ahead use the bus too
+}
+
+// An expert of many pairs costs the CPU more and the GPU hardly anything, so the GPU takes these first.
+void ExpertMisses::findMissed(const int32_t* chosen, const int32_t* slot, int32_t pairs) {
+    const auto pairsOf = [this](int32_t expert) -> int32_t& { return _pairsOf[static_cast<size_t>(expert)]; };
+    _missed.clear();
+    for (int32_t p = 0; p < pairs; ++p) {
+        if (slot[p] < 0 && pairsOf(chosen[p])++ == 0) _missed.push_back(chosen[p]);
+    }
+    // Insertion, which keeps equal ones in their order and allocates nothing.
+    for (size_t i = 1; i < _missed.size(); ++i) {
+        for (size_t j = i; j > 0 && pairsOf(_missed[j - 1]) < pairsOf(_missed[j]); --j)
+            std::swap(_missed[j - 1], _missed[j]);
+    }
+    for (const int32_t expert : _missed) pairsOf(expert) = 0;
 }
 
 void ExpertMisses::orderAhead(int32_t layer, const int32_t* predicted, int32_t pairs, ExpertOrders& orders) {

@@ -38,6 +38,7 @@ public:
     void followed(double seconds) override;
 
 private:
+    void findMissed(const int32_t* chosen, const int32_t* slot, int32_t pairs);
     void orderAhead(int32_t layer, const int32_t* predicted, int32_t pairs, ExpertOrders& orders);
     bool fetch(int32_t layer, int32_t expert, bool ahead, ExpertFetch& to);
 
@@ -50,7 +51,8 @@ private:
     int64_t _fetched = 0;
     size_t _fetchedBytes = 0;       // for the layer at work
     bool _measurable = false;       // whether followed() measures nothing but the last layer's misses
-    std::vector<int32_t> _missed;   // of the layer at work, each once
+    std::vector<int32_t> _missed;   // of the layer at work, each once; those of the most pairs first
+    std::vector<int32_t> _pairsOf;  // by expert: the pairs that missed it, while findMissed() counts
     std::vector<int32_t> _ordered;  // the missed experts that the GPU fetches
 };
 

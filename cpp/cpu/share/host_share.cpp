@@ -109,7 +109,7 @@ HostShare::HostShare(int threads, void* memory, const StepLimits& limits, int64_
     _threadScratchBytes = Allocator::aligned(cpu::matmulScratchBytes(std::max(limits.embedding, limits.denseHidden)));
     scratch.take(_threadScratchBytes * static_cast<size_t>(threads));
     const size_t gate = scratch.floats(rows * limits.denseHidden), up = scratch.floats(rows * limits.denseHidden);
-    _scratch.reset(static_cast<uint8_t*>(::operator new(scratch.bytes(), std::align_val_t{64})));
+    _scratch.reset(static_cast<uint8_t*>(::operator new (scratch.bytes(), std::align_val_t{64})));
     std::memset(_scratch.get(), 0, scratch.bytes());  // so that the system hands out the pages before the first step
     _gate = reinterpret_cast<float*>(_scratch.get() + gate);
     _up = reinterpret_cast<float*>(_scratch.get() + up);
@@ -117,6 +117,8 @@ HostShare::HostShare(int threads, void* memory, const StepLimits& limits, int64_
     for (std::vector<int32_t>* list : {&_chosen, &_slot, &_predicted, &_ours})
         list->resize(static_cast<size_t>(_mailbox.pairs));
     _weight.resize(static_cast<size_t>(_mailbox.pairs));
+    _ordered.resize(kMaxExpertFetches);
+    _isOrdered.resize(static_cast<size_t>(_mostExperts));
 }
 
 void HostShare::begin() {
@@ -284,24 +286,34 @@ void HostShare::instruct(int32_t expertLayer, int32_t pairs, bool predicted, Mis
 // uncomputed.
 void HostShare::leaveToGpu(int32_t pairs) {
     require(_orders.demanded >= 0 && _orders.demanded <= kMaxExpertFetches, "more orders than there is room for");
+    const auto end = _ordered.begin() + _orders.demanded;
+    std::fill(_isOrdered.begin(), _isOrdered.end(), uint8_t{0});
     for (int32_t i = 0; i < _orders.demanded; ++i) {
         const ExpertFetch& fetch = _orders.fetch[i];
         requireWhole(fetch);
-        for (int32_t j = 0; j < i; ++j)
-            require(_orders.fetch[j].slot != fetch.slot, "two experts ordered into one slot");
-        bool missed = false;
-        for (size_t p = 0; p < static_cast<size_t>(pairs); ++p) {
-            require(_slot[p] != fetch.slot, "an expert is ordered into a slot that is in use");
-            if (_ours[p] != fetch.expert) continue;
-            _ours[p] = -1;
-            missed = true;
-        }
-        require(missed, "an expert is ordered that was not missed, or ordered twice");
+        require(fetch.expert < _mostExperts && !_isOrdered[static_cast<size_t>(fetch.expert)],
+                "an order names no expert, or an expert is ordered twice");
+        _isOrdered[static_cast<size_t>(fetch.expert)] = 1;
+        _ordered[static_cast<size_t>(i)] = fetch.slot;
     }
+    std::sort(_ordered.begin(), end);
+    require(std::adjacent_find(_ordered.begin(), end) == end, "two experts ordered into one slot");
+    int32_t found = 0;
+    for (size_t p = 0; p < static_cast<size_t>(pairs); ++p) {
+        require(_slot[p] < 0 || !std::binary_search(_ordered.begin(), end, _slot[p]),
+                "an expert is ordered into a slot that is in use");
+        if (_ours[p] < 0) continue;
+        uint8_t& isOrdered = _isOrdered[static_cast<size_t>(_ours[p])];
+        if (!isOrdered) continue;
+        found += isOrdered == 1;
+        isOrdered = 2;
+        _ours[p] = -1;
+    }
+    require(found == _orders.demanded, "an expert is ordered that was not missed");
 }
 
 void HostShare::checkAhead() const {
-    require(_orders.ahead >= 0 && _orders.ahead <= kMaxExpertFetches, "more orders ahead than there is room for");
+    require(_orders.ahead >= 0 && _orders.ahead <= kMaxFetchesAhead, "more orders ahead than there is room for");
     for (int32_t i = 0; i < _orders.ahead; ++i) {
         const ExpertFetch& fetch = _orders.aheadFetch[i];
         requireWhole(fetch);

@@ -100,7 +100,7 @@ public:
 
 private:
     struct Release {
-        void operator()(uint8_t* bytes) const { ::operator delete(bytes, std::align_val_t{64}); }
+        void operator()(uint8_t* bytes) const { ::operator delete (bytes, std::align_val_t{64}); }
     };
 
     bool awaitSent(uint32_t ticket);
@@ -139,6 +139,8 @@ private:
     std::vector<int32_t> _ours;                       // by pair: its expert if the CPU computes it, else -1
     std::vector<float> _weight;                       // by pair, if weights multiply the input
     ExpertOrders _orders;
+    std::vector<int32_t> _ordered;    // their slots, sorted
+    std::vector<uint8_t> _isOrdered;  // by expert: 1, or 2 if it was found among the missed ones
     // When the last layer's orders were sent; nothing if that layer missed nothing.
     std::optional<std::chrono::steady_clock::time_point> _instructedAt;
 };

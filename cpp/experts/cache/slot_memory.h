@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/expert_orders.h"
 #include "core/matrix.h"
 #include "memory/allocator.h"
 #include "memory/device_layout.h"
@@ -25,10 +26,12 @@ struct ExpertKey {
 
 class ExpertSlotMemory {
 public:
-    // A pool has as many landing slots as fit into kLandingBytes, at least one and at most kMaxLanding; and no more
-    // than one for each kSlotsForALanding slots that the budget gives the pool, so that a small cache keeps most of
-    // its slots.
-    static constexpr size_t kLandingBytes = size_t{64} << 20, kMaxLanding = 8, kSlotsForALanding = 8;
+    // A token needs few landing slots: up to kLandingOfToken, as many as fit into kLandingBytes, and one for each
+    // kSlotsForALanding slots that the budget gives the pool, so that a small cache keeps most of its slots. Steps of
+    // many rows miss more experts. For them, a large pool has one for each kSlotsForMoreLanding slots, up to
+    // kMostLanding. Every pool has at least one.
+    static constexpr size_t kLandingBytes = size_t{64} << 20, kLandingOfToken = 8, kSlotsForALanding = 8;
+    static constexpr size_t kMostLanding = kMaxExpertFetches, kSlotsForMoreLanding = 128;
 
     struct PoolShape {
         int32_t layers = 0;

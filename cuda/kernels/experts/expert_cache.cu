@@ -175,7 +175,7 @@ __device__ __forceinline__ void fetchUnits(const FetchMatrices& all, const Exper
 constexpr int kOrderWords = static_cast<int>(sizeof(ExpertOrders) / 4);
 static_assert(sizeof(ExpertOrders) % 4 == 0);
 
-__device__ __forceinline__ int boundedCount(int32_t count) { return min(max(count, 0), kMaxExpertFetches); }
+__device__ __forceinline__ int bounded(int32_t count, int most) { return min(max(count, 0), most); }
 
 // Like loadFlag and storeFlag, but between threads of the device.
 __device__ __forceinline__ uint32_t loadReady(const uint32_t* flag) {
@@ -204,7 +204,7 @@ __device__ __forceinline__ void receiveOrders(const ExpertOrders* host, const ui
     const ExpertOrders& mine = *reinterpret_cast<const ExpertOrders*>(words);
     for (int p = static_cast<int>(threadIdx.x); p < pairs; p += kFetchThreads) {
         if (slot[p] >= 0) continue;
-        for (int i = 0; i < boundedCount(mine.demanded); ++i)
+        for (int i = 0; i < bounded(mine.demanded, kMaxExpertFetches); ++i)
             if (mine.fetch[i].expert == chosen[p]) slot[p] = mine.fetch[i].slot;
     }
 }
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kFetchThreads, kFetchBlocks)
         readOrders(orders, words);
     }
     const ExpertOrders& mine = *reinterpret_cast<const ExpertOrders*>(words);
-    fetchUnits(matrices, mine.fetch, boundedCount(mine.demanded));
+    fetchUnits(matrices, mine.fetch, bounded(mine.demanded, kMaxExpertFetches));
     __threadfence();
 }
 
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kFetchThreads, kFetchBlocks)
     uint32_t* words = reinterpret_cast<uint32_t*>(shared);
     readOrders(orders, words);
     const ExpertOrders& mine = *reinterpret_cast<const ExpertOrders*>(words);
-    const int count = boundedCount(mine.ahead);
+    const int count = bounded(mine.ahead, kMaxFetchesAhead);
     if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) < count)
         table[mine.aheadFetch[threadIdx.x].expert] = mine.aheadFetch[threadIdx.x].slot;
     fetchUnits(matrices, mine.aheadFetch, count);

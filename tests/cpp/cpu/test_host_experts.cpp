@@ -290,7 +290,7 @@ TEST(HostExperts, OrdersThatWouldDoHarmAreRefused) {
         {"fewer than none", [&](Orders& w) { w.demanded = -1; }},
         {"more than there is room for", [&](Orders& w) { w.demanded = kMaxExpertFetches + 1; }},
         {"fewer than none ahead", [&](Orders& w) { w.ahead = -1; }},
-        {"more ahead than there is room for", [&](Orders& w) { w.ahead = kMaxExpertFetches + 1; }},
+        {"more ahead than there is room for", [&](Orders& w) { w.ahead = kMaxFetchesAhead + 1; }},
         {"ahead of no expert", [&](Orders& w) { w.aheadFetch[1].expert = -1; }},
         {"ahead of an expert past the last", [&](Orders& w) { w.aheadFetch[1].expert = kShapes[0].experts; }},
         {"ahead twice", [&](Orders& w) { w.aheadFetch[1].expert = w.aheadFetch[0].expert; }},
@@ -406,8 +406,9 @@ TEST(HostExperts, RefusesWhatDoesNotFitTheMailbox) {
     }
     const auto refused = [&](const ExpertStacks& file, int32_t number, int64_t rows, int32_t used) {
         desk.plan.begin(desk.mailbox(), layer, number, 1);
-        return refusesAsInternal(
-            [&] { desk.share.experts({file, {}}, number, rows, used, layer.predicts(), false, desk.plan, 0, 1, 1); });
+        return refusesAsInternal([&] {
+            desk.share.experts({file, {}}, number, rows, used, layer.predicts(), false, desk.plan, 0, 1, 1);
+        });
     };
     const auto changed = [&](const std::function<void(ExpertStacks&)>& change) {
         ExpertStacks stacks = right;

@@ -264,16 +264,17 @@ TEST_F(ExpertCacheTest, WhatIsFetchedIsWhatLoadingPacks) {
 // Rows that do not fill a unit, floats of odd sizes, and as many experts as can be ordered at once.
 TEST_F(ExpertCacheTest, OddSizesAreFetched) {
     for (int turn = 0; turn < 12; ++turn) {
+        const int32_t demanded = turn < 3 ? kMaxExpertFetches : 8, experts = demanded + 1;
         const std::array<DType, 3> floats = {DType::F16, turn % 2 ? DType::F32 : DType::BF16,
                                              turn % 3 ? DType::BF16 : DType::F16};
-        const ExpertFile odd(floats, {1 + below(90), 1 + below(200), 9}, anySkips(), random());
+        const ExpertFile odd(floats, {1 + below(90), 1 + below(200), experts}, anySkips(), random());
         SCOPED_TRACE(odd.name() + ", " + std::to_string(odd.shape.hidden) + " x " + std::to_string(odd.shape.cols));
-        ASSERT_NO_FATAL_FAILURE(expectFetched(odd, kMaxExpertFetches));
+        ASSERT_NO_FATAL_FAILURE(expectFetched(odd, demanded));
         const ExpertFile blocks({DType::Q8_0, DType::MXFP4, DType::Q5_1},
-                                {32 * (1 + below(5)), 32 * (1 + below(20)), 9}, anySkips(), random());
+                                {32 * (1 + below(5)), 32 * (1 + below(20)), experts}, anySkips(), random());
         SCOPED_TRACE(blocks.name() + ", " + std::to_string(blocks.shape.hidden) + " x " +
                      std::to_string(blocks.shape.cols));
-        ASSERT_NO_FATAL_FAILURE(expectFetched(blocks, kMaxExpertFetches));
+        ASSERT_NO_FATAL_FAILURE(expectFetched(blocks, demanded));
     }
 }
 
@@ -373,7 +374,7 @@ TEST_F(ExpertCacheTest, NobodyWaitsWhereNothingIsMissed) {
 
 TEST_F(ExpertCacheTest, WhatIsFetchedAheadIsInTheTable) {
     const ExpertFile file({DType::Q5_K, DType::Q3_K, DType::IQ4_XS}, {256, 512, 12}, anySkips(), random());
-    for (const int32_t ahead : {0, 1, kMaxExpertFetches}) {
+    for (const int32_t ahead : {0, 1, kMaxFetchesAhead}) {
         const Slots slots(file, 10), want(file, 10);
         const std::vector<int32_t> experts = distinct(ahead, 12), places = distinct(ahead, 10);
         DeviceOrders given;

@@ -102,8 +102,9 @@ inline std::vector<size_t> landingSlots(const ExpertSlotManager& slots, size_t b
     for (const auto& pool : slots.pools()) all += pool.slotBytes * static_cast<size_t>(pool.experts);
     std::vector<size_t> made;
     for (const auto& pool : slots.pools()) {
-        const size_t eighth = std::min(budget, all) * static_cast<size_t>(pool.experts) / all / 8;
-        made.push_back(std::max<size_t>(1, std::min({size_t{8}, eighth, (size_t{64} << 20) / pool.slotBytes})));
+        const size_t fit = std::min(budget, all) * static_cast<size_t>(pool.experts) / all;
+        const size_t ofToken = std::min({size_t{8}, fit / 8, (size_t{64} << 20) / pool.slotBytes});
+        made.push_back(std::clamp<size_t>(std::max(ofToken, fit / 128), 1, 64));
     }
     return made;
 }

@@ -181,7 +181,7 @@ struct Layer {
             }
         }
         if (!missed.empty() && share.fetched > 0) {
-            const auto most = static_cast<uint32_t>(std::min(gate.matrices.count, kMaxExpertFetches));
+            const auto most = static_cast<uint32_t>(std::min(gate.matrices.count, kMaxFetchesAhead));
             const auto count = static_cast<int32_t>(random() % (most + 1));
             while (orders.ahead < count)
                 orders.aheadFetch[orders.ahead] = fetch(orders.ahead, nextSlot++), ++orders.ahead;
