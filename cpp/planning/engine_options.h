@@ -1,6 +1,7 @@
 // How a model runs: what an Engine is built with, and what its memory is planned with.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -13,9 +14,11 @@ namespace sharpi {
 struct EngineOptions {
     explicit EngineOptions(const DeviceKind& kind) { device.kind = &kind; }
 
+    int64_t mostCached() const { return std::max(context, cacheTokens); }
+
     int64_t context = 0;      // the most tokens of a sequence
-    int64_t cacheTokens = 0;  // tokens that the KV cache has room for, of all sequences; 0: as many as `context`
-    int64_t batch = 512;      // rows that prefill takes at once
+    int64_t cacheTokens = 0;  // tokens that the KV cache has room for, of all sequences; fewer mean `context`
+    int64_t batch = 512;      // rows that prefill takes at once, of any number of sequences
     int threads = 1;
     KvType kvType = KvType::BF16;
     PromptMode prompt = PromptMode::Fast;  // on the GPU; the CPU has one arithmetic

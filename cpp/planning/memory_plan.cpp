@@ -65,9 +65,7 @@ std::vector<KvLayerShape> kvShapes(const ModelSpec& spec) {
     return shapes;
 }
 
-KvRoom kvRoom(const EngineOptions& options) {
-    return {std::max(options.context, options.cacheTokens), batchRows(options), options.sequences};
-}
+KvRoom kvRoom(const EngineOptions& options) { return {options.mostCached(), batchRows(options), options.sequences}; }
 
 size_t kvBytes(const ModelSpec& spec, const EngineOptions& options) {
     return KvCache::bytesFor(kvShapes(spec), options.kvType, kvRoom(options));
@@ -193,7 +191,7 @@ std::vector<ExpertSlotManager::PoolShape> expertPools(const ModelSpec& spec, con
 }
 
 int64_t batchRows(const EngineOptions& options) {
-    return std::min(std::max(options.batch, options.device.kind->promptTile(options.prompt)), options.context);
+    return std::min(std::max(options.batch, options.device.kind->promptTile(options.prompt)), options.mostCached());
 }
 
 int64_t headRows(const EngineOptions& options) {

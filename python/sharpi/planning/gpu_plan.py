@@ -84,7 +84,7 @@ class OnGpu:
     def plan(self, why: str) -> Plan:
         """Everything in VRAM that may be there, or all but the embedding, if that fits, even if only with a smaller
         batch than the default. Otherwise as much as fits, and slots for experts in what is left."""
-        request, most, slots = self._request, min(self._wanted, self._request.context), 0
+        request, most, slots = self._request, self._request.most_rows(self._wanted), 0
         batch = self._batch(most, self._nearly_whole_fits)
         if batch:
             homes = self._inventory.homes(self._count - (not self._whole_fits(request.context, batch)))
@@ -223,7 +223,7 @@ class OnGpu:
 
     def _fits_at(self, context: int) -> bool:
         # A smaller batch takes less: if the smallest does not fit, none does.
-        rows = self._smallest_batch(min(self._wanted, context))
+        rows = self._smallest_batch(self._request.most_rows(self._wanted, context))
         return self._whole_fits(context, rows) or self._part_fits(context, rows)
 
     def _batch(self, most: int, fits: Callable[[int, int], bool]) -> int:

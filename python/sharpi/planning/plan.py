@@ -309,11 +309,12 @@ def _check(plan: Plan, file: GgufFile, spec: Any) -> None:
         raise InvalidRequestError(f"the plan is for another {plan.model}, with other tensors")
     if plan.context > (plan.rope.longest_context(file) if plan.rope else spec.context_length):
         raise InvalidRequestError(f"its context of {plan.context} tokens is more than the model's")
-    if plan.batch > plan.context:
-        raise InvalidRequestError(f"its batch of {plan.batch} is longer than its context")
+    cached = max(plan.context, plan.cache_tokens)
+    if plan.batch > cached:
+        raise InvalidRequestError(f"its batch of {plan.batch} is more than the {cached} tokens of its cache")
     if plan.prompt == FAST and plan.device == "cpu":
         raise InvalidRequestError(f"its 'prompt' is {FAST}, and the CPU's prompts are {EXACT}")
-    if plan.prompt == FAST and plan.batch < min(prompt_tile(), plan.context):
+    if plan.prompt == FAST and plan.batch < min(prompt_tile(), cached):
         raise InvalidRequestError(f"its batch of {plan.batch} is less than the {prompt_tile()} that fast prompts take")
     if plan.mtp and not spec.prediction_layers:
         raise InvalidRequestError("it loads a prediction layer, and the model has none to use")

@@ -195,12 +195,12 @@ def _on_cpu(request: Request, why: str, found: Gpu | str | None) -> Plan:
                         fitting_batch=fitting_batch(batch, least_batch("cpu", EXACT),
                                                     lambda rows: fits(request.context, rows)),
                         fitting_context=largest(request.spec.context_length,
-                                                lambda context: fits(context, min(batch, context))))
+                                                lambda context: fits(context, request.most_rows(batch, context))))
 
 
 def _in_ram(request: Request) -> tuple[int, RamSlots]:
     """The batch of a plan for the CPU, and its slots."""
-    batch = min(request.batch or DEFAULT_BATCH["cpu"], request.context)
+    batch = request.most_rows(request.batch or DEFAULT_BATCH["cpu"])
     return batch, RamSlots(request, batch)
 
 

@@ -130,6 +130,10 @@ class Request:
     ram_budget: int | None = None  # of a plan for the CPU
     spill_bytes: int | None = None
 
+    def most_rows(self, batch: int, context: int | None = None) -> int:
+        """The rows of a batch with this context, or the one that was asked for: no more than tokens can be cached."""
+        return min(batch, max(self.context if context is None else context, self.cache_tokens))
+
     @cached_property
     def inventory(self) -> Inventory:
         """The model's weights in units."""

@@ -98,7 +98,7 @@ def _advised(error: OutOfMemoryError, available: int, plan: Plan, file: GgufFile
 
 def _advice(plan: Plan, available: int, request: Request) -> str:
     def fits(context: int, batch: int) -> bool:
-        return request.total(plan.device, context, min(batch, context), plan.homes, plan.expert_slots) <= available
+        return request.total(plan.device, context, request.most_rows(batch, context), plan.homes, plan.expert_slots) <= available
 
     batch = plan.batch
     while batch >= 1:

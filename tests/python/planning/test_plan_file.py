@@ -273,7 +273,7 @@ def test_homes_that_the_model_cannot_have(model: FakeWeights, tmp_path: Path) ->
     path = saved(tmp_path / "plan.json", {**whole, "homes": whole["homes"][1:]})
     assert "homes for" in refused(lambda: load_plan(path, model, model))
     path = saved(tmp_path / "plan.json", {**whole, "batch": 1001})
-    assert "longer than its context" in refused(lambda: load_plan(path, model, model))
+    assert "more than the" in refused(lambda: load_plan(path, model, model))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b"GGUF\x03\x00", b"[" * 100_000,

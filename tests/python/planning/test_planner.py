@@ -157,6 +157,15 @@ def test_batches() -> None:
     assert plan_of(batch=300, context=200).batch == 200, "no batch is longer than the context"
 
 
+def test_a_batch_has_prompts_of_several_sequences() -> None:
+    """Its rows are bounded by what the cache holds, not by one sequence's context."""
+    for device, batch in (("cuda", 2048), ("cpu", 512)):
+        plan = plan_of(device=device, context=128, cache_tokens=64 * 128)
+        assert (plan.context, plan.batch) == (128, batch)
+        assert plan_of(device=device, context=128, cache_tokens=256).batch == 256
+        assert plan_of(device=device, context=128).batch == 128
+
+
 def test_the_default_batch_on_the_gpu_shrinks_to_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     room = 1000 + 4096 * 40_000 + 3 * 4096 + 7 + 11  # all but the batch
     for spare, batch in ((2048, 2048), (2047, 1024), (600, 512), (32, 32)):
