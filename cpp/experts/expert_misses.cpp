@@ -19,12 +19,18 @@ ExpertMisses::ExpertMisses(ExpertSlotManager& slots, ExpertPrefetcher& prefetche
     : _slots(slots),
       _prefetcher(prefetcher),
       _profiler(profiler),
-      _share(use.cpuRate, use.busRate, slots.expertBytes(0)),
+      _shares(kSizes, MissShare(use.cpuRate, use.busRate, slots.expertBytes(0))),
       _mode(mode),
       _reachable(std::move(reachable)),
       _pairsOf(static_cast<size_t>(slots.experts())) {
     _missed.reserve(_pairsOf.size());
     _ordered.reserve(kMaxExpertFetches);
+}
+
+size_t ExpertMisses::sizeOf(int32_t pairs) {
+    int32_t size = 0;
+    while (size + 1 < kSizes && pairs >> (size + 1)) ++size;
+    return static_cast<size_t>(size);
 }
 
 int64_t ExpertMisses::takeFetched() { return std::exchange(_fetched, 0); }
@@ -50,7 +56,8 @@ void ExpertMisses::order(int32_t layer, const int32_t* chosen, const int32_t* sl
     _slots.reached(layer, chosen, pairs);
     _ordered.clear();
     findMissed(chosen, slot, pairs);
-    const int32_t wanted = _share.choose(static_cast<int32_t>(_missed.size()), _slots.expertBytes(layer));
+    _size = sizeOf(pairs);
+    const int32_t wanted = _shares[_size].choose(static_cast<int32_t>(_missed.size()), _slots.expertBytes(layer));
     for (const int32_t expert : _missed) {
         if (orders.demanded == wanted) break;
         if (!fetch(layer, expert, false, orders.fetch[orders.demanded])) continue;
@@ -94,7 +101,7 @@ void ExpertMisses::done(int32_t layer, const int32_t* chosen, const int32_t* slo
         _missed.clear();
         _measurable = false;
     } else {
-        _share.done(_fetchedBytes, bytes, seconds);
+        _shares[_size].done(_fetchedBytes, bytes, seconds);
     }
     for (int32_t p = 0; p < pairs; ++p) {
         _profiler.count(layer, chosen[p],
@@ -112,7 +119,7 @@ void ExpertMisses::done(int32_t layer, const int32_t* chosen, const int32_t* slo
 }
 
 void ExpertMisses::followed(double seconds) {
-    if (_measurable) _share.followed(seconds);
+    if (_measurable) _shares[_size].followed(seconds);
     _measurable = false;
 }
 

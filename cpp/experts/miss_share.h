@@ -77,7 +77,7 @@ private:
     int32_t probe(int32_t missed, int32_t best, double bytes);
     static bool pay(double& allowance, double seconds);
 
-    const bool _shares;
+    bool _shares;
     TimeLine _cpu, _bus;
     // The GPU's own part: the seconds from the end of a layer's experts to the next layer's question, if the CPU ended
     // last; from _owns measurements.

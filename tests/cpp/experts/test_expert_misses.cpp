@@ -82,15 +82,15 @@ TEST(ExpertMisses, LayersOfLargeExpertsAreSharedOtherwise) {
     shapes[1].hidden = 1024;
     Steps steps(shapes, 16, {1e12, 1e9});
     const auto& slots = *steps.world.slots;
-    const int32_t small = steps.misses->share(8, slots.expertBytes(0)),
-                  large = steps.misses->share(8, slots.expertBytes(1));
+    const auto share = [&](int32_t layer) { return steps.misses->share(8, slots.expertBytes(layer), 8); };
+    const int32_t small = share(0), large = share(1);
     EXPECT_EQ(small, large) << "the profile's CPU is so fast that it computes both";
     for (int i = 0; i < 3000; ++i) {
         steps.begin();
         const size_t bytes = slots.expertBytes(0) * (1 + static_cast<size_t>(i) % 8);
-        steps.layer(0, {0}, nullptr, bytes, static_cast<double>(bytes) / 1e9);
+        steps.layer(0, List(8, 0), nullptr, bytes, static_cast<double>(bytes) / 1e9);
     }
-    const int32_t now[] = {steps.misses->share(8, slots.expertBytes(0)), steps.misses->share(8, slots.expertBytes(1))};
+    const int32_t now[] = {share(0), share(1)};
     ASSERT_LT(now[0], now[1]);
     steps.begin();
     EXPECT_EQ(steps.layer(0, {8, 9, 10, 11, 12, 13, 14, 15}).demanded, now[0]);

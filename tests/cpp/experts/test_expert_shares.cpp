@@ -224,6 +224,38 @@ TEST(ExpertMisses, LearnsHowFastTheCpuIs) {
     EXPECT_EQ(steps.misses->share(8, bytes), 0);
 }
 
+// The GPU's own part of a layer takes ten times as long in steps of many rows. It must not be taken for slow fetches.
+TEST(ExpertMisses, StepsOfManyRowsAreMeasuredApart) {
+    constexpr double kCpuExpert = 20e-6, kBusExpert = 55e-6;
+    World shape(layersOf(1, 64));
+    const auto one = static_cast<double>(shape.slots->expertBytes(0));
+    Steps steps(layersOf(1, 64), 12, {one / kCpuExpert, one / kBusExpert});
+    const size_t bytes = steps.world.slots->expertBytes(0);
+    const auto run = [&](const List& missing, int layers, double own) {
+        for (int i = 0; i < layers; ++i) {
+            steps.begin();
+            const int32_t fetched = steps.order(0, missing).demanded;
+            const auto computed = static_cast<int32_t>(std::set<int32_t>(missing.begin(), missing.end()).size()) -
+                                  static_cast<int32_t>(steps.slot.size() - static_cast<size_t>(steps.missed)) - fetched;
+            const double cpu = computed > 0 ? MissShare::kCpuStart + kCpuExpert * computed : 0,
+                         bus = fetched > 0 ? MissShare::kFetchStart + kBusExpert * fetched : 0;
+            steps.finish(static_cast<size_t>(std::max(computed, 0)) * bytes, cpu);
+            steps.misses->followed(own + std::max(cpu, bus));
+        }
+    };
+    List few, many;
+    for (int32_t i = 0; i < 8; ++i) few.push_back(i);
+    for (int32_t i = 0; i < 512; ++i) many.push_back(20 + i % 40);
+    const auto wanted = steps.misses->share(40, bytes, 512);
+    EXPECT_NEAR(wanted, 10, 1);
+    for (int turn = 0; turn < 4; ++turn) {
+        run(few, 400, 35e-6);
+        run(many, 400, 350e-6);
+    }
+    EXPECT_NEAR(steps.misses->share(40, bytes, 512), wanted, 2);
+    EXPECT_NEAR(steps.misses->share(8, bytes, 8), 2, 1);
+}
+
 // A side that the best share leaves idle gets an expert now and then (miss_share.h). Orders and counts both show it.
 TEST(ExpertMisses, TestsWhatItDoesNotUse) {
     for (const bool cpuIsIdle : {true, false}) {
