@@ -9,6 +9,13 @@
 
 namespace sharpi {
 
+// Where host memory comes from that copies to and from a device are fast with. take() returns nullptr if there is none
+// to be had. Without take(), any memory will do. They outlive the device's memory.
+struct HostPages {
+    void* (*take)(size_t bytes) noexcept = nullptr;
+    void (*give)(void* memory, size_t bytes) noexcept = nullptr;
+};
+
 class DeviceMemory {
 public:
     virtual ~DeviceMemory() = default;
@@ -28,6 +35,7 @@ public:
     // Gives back what exactly one commit took.
     virtual void decommit(void* address, size_t bytes) noexcept = 0;
 
+    virtual HostPages hostPages() const { return {}; }
     virtual void upload(void* to, const void* host, size_t bytes) = 0;
     virtual void download(void* host, const void* from, size_t bytes) = 0;
     virtual void zero(void* address, size_t bytes) = 0;

@@ -73,6 +73,7 @@ size_t KvCache::bytesFor(const std::vector<KvLayerShape>& layers, KvType type, c
 KvCache::KvCache(Allocator& allocator, const std::vector<KvLayerShape>& layers, KvType type, const KvRoom& room,
                  RecurrentState states)
     : _memory(&allocator.memory()),
+      _copies(std::make_shared<CopyBuffers>(_memory->hostPages())),
       _buffer(allocator, bytesFor(layers, type, room), "KV cache"),
       _states(std::move(states)) {
     const Division division(layers, room);

@@ -83,6 +83,7 @@ private:
     void hold(int32_t sequence, int64_t tokens);
 
     DeviceMemory* _memory;
+    std::shared_ptr<CopyBuffers> _copies;  // of pages
     Buffer _buffer;
     std::vector<KvPages> _layers;
     std::vector<Sequence> _sequences;

@@ -45,7 +45,7 @@ void KvSharing::share(int32_t sequence, const SaltedText& text, const std::vecto
 void KvSharing::copyState(int32_t sequence, int64_t tokens) {
     const PageName& name = index().nameOf(_kv.pageTable(sequence)[tokens / kPage - 1]);
     if (!keepsStates() || _kv._store.hasState(name)) return;
-    std::vector<uint8_t> state = _kv._states.copy(sequence, tokens);
+    CopyVector state = _kv._states.copy(sequence, tokens);
     if (!state.empty()) _kv._store.addState(name, std::move(state));
 }
 
@@ -92,7 +92,7 @@ void KvSharing::spill(int32_t list, const std::vector<SharedPage>& pages) {
     if (!_kv._store.keepsPage(bytes)) return;
     try {
         for (const SharedPage& page : pages) {
-            std::vector<uint8_t> copy(bytes);
+            CopyVector copy(bytes, CopyAllocator<uint8_t>(_kv._copies));
             uint8_t* to = copy.data();
             forParts(list, page.page, [&](const uint8_t* from, size_t part) {
                 _kv._memory->download(to, from, part);

@@ -29,6 +29,7 @@ RecurrentState::RecurrentState(Allocator& allocator, const std::vector<Recurrent
     const size_t bytes = bytesFor(layers, entries);
     if (!bytes) return;
     _memory = &allocator.memory();
+    _copies = std::make_shared<CopyBuffers>(_memory->hostPages());
     _entries = entries;
     _buffer = Buffer(allocator, bytes, "recurrent state");
     auto* next = _buffer.as<uint8_t>();
@@ -192,8 +193,8 @@ size_t RecurrentState::stateBytes() const {
     return all;
 }
 
-std::vector<uint8_t> RecurrentState::copy(int32_t sequence, int64_t tokens) const {
-    std::vector<uint8_t> copied;
+CopyVector RecurrentState::copy(int32_t sequence, int64_t tokens) const {
+    CopyVector copied{CopyAllocator<uint8_t>(_copies)};
     if (static_cast<size_t>(sequence) >= _sequences.size()) return copied;
     const std::vector<State>& states = _sequences[static_cast<size_t>(sequence)].states;
     const auto state = std::find_if(states.begin(), states.end(), [&](const State& s) { return s.tokens == tokens; });
@@ -207,7 +208,7 @@ std::vector<uint8_t> RecurrentState::copy(int32_t sequence, int64_t tokens) cons
     return copied;
 }
 
-bool RecurrentState::restore(int32_t sequence, int64_t tokens, const std::vector<uint8_t>& state) {
+bool RecurrentState::restore(int32_t sequence, int64_t tokens, const CopyVector& state) {
     std::vector<State>& states = at(sequence).states;
     states.reserve(states.size() + 1);
     const int32_t entry = take(true);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "memory/allocator.h"
+#include "memory/copy_buffers.h"
 
 namespace sharpi {
 
@@ -75,10 +76,10 @@ public:
 
     size_t stateBytes() const;
     // A copy in RAM of the state after `tokens` tokens; nothing if it is not held.
-    std::vector<uint8_t> copy(int32_t sequence, int64_t tokens) const;
+    CopyVector copy(int32_t sequence, int64_t tokens) const;
     // The sequence continues from a copied state after `tokens` tokens, which are more than it has. Returns false, and
     // changes nothing, if no entry can be had.
-    bool restore(int32_t sequence, int64_t tokens, const std::vector<uint8_t>& state);
+    bool restore(int32_t sequence, int64_t tokens, const CopyVector& state);
 
 private:
     struct State {
@@ -98,6 +99,7 @@ private:
     template <typename Body> void forParts(int32_t entry, const Body& body) const;
 
     DeviceMemory* _memory = nullptr;
+    std::shared_ptr<CopyBuffers> _copies;
     int32_t _entries = 0;
     uint64_t _made = 0;
     Buffer _buffer;

@@ -170,6 +170,16 @@ void CudaMemory::decommit(void* address, size_t bytes) noexcept {
     _driver->memUnmap(devicePointer(address), bytes);
 }
 
+HostPages CudaMemory::hostPages() const {
+    return {[](size_t bytes) noexcept {
+                void* memory = nullptr;
+                if (cudaHostAlloc(&memory, bytes, cudaHostAllocDefault) == cudaSuccess) return memory;
+                cudaGetLastError();  // so that no later call reports it
+                return static_cast<void*>(nullptr);
+            },
+            [](void* memory, size_t) noexcept { cudaFreeHost(memory); }};
+}
+
 void CudaMemory::upload(void* to, const void* host, size_t bytes) {
     _stream.use();
     _stream.upload(to, host, bytes);

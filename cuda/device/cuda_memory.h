@@ -29,6 +29,7 @@ public:
     bool commit(void* address, size_t bytes) override;
     // Waits for the stream: a kernel may still be reading there.
     void decommit(void* address, size_t bytes) noexcept override;
+    HostPages hostPages() const override;  // page-locked
     void upload(void* to, const void* host, size_t bytes) override;
     void download(void* host, const void* from, size_t bytes) override;
     void zero(void* address, size_t bytes) override;

@@ -285,8 +285,8 @@ void Scheduler::endOverdue() {
 
 // Of the requests whose prompt is not computed: the one with the highest priority; of these, one whose client has the
 // fewest requests served; of these, the one that is soonest done. A request counts as shorter the longer it has waited,
-// so that short ones cannot keep it waiting forever. taken: entries that do not count. promisedPages: see admit().
-Scheduler::Entry* Scheduler::nextToPrepare(const std::vector<Entry*>& taken, int64_t promisedPages) {
+// so that short ones cannot keep it waiting forever. taken: entries that do not count. promised: see admit().
+Scheduler::Entry* Scheduler::nextToPrepare(const std::vector<Entry*>& taken, const Promised& promised) {
     const auto served = [&](const std::string& key) {
         return std::count_if(_entries.begin(), _entries.end(), [&](const auto& entry) {
             return isWanted(*entry) && entry->state != State::Waiting && entry->request.key == key;
@@ -312,13 +312,13 @@ Scheduler::Entry* Scheduler::nextToPrepare(const std::vector<Entry*>& taken, int
     };
     Entry* best =
         bestOf([&](const Entry& entry) { return isWanted(entry) && entry.state != State::Writing && mayBegin(entry); });
-    if (!best || best->state != State::Waiting || admit(*best, promisedPages)) return best;
+    if (!best || best->state != State::Waiting || admit(*best, promised)) return best;
     return bestOf([](const Entry& entry) { return isWanted(entry) && entry.state == State::Preparing; });
 }
 
 // Lets a request take memory, if there is enough beside that of the others. Of the texts that nobody uses, that
-// which holds most of its prompt becomes the request's, and others give way. promisedPages: that others will take.
-bool Scheduler::admit(Entry& entry, int64_t promisedPages) {
+// which holds most of its prompt becomes the request's, and others give way.
+bool Scheduler::admit(Entry& entry, const Promised& promised) {
     const int64_t running = runningOf(_entries);
     if (running >= _mostRunning || (_tasks.isUnderWay() && entry.figures.pauses > 0)) return false;
     const Request& request = entry.request;
@@ -331,15 +331,18 @@ bool Scheduler::admit(Entry& entry, int64_t promisedPages) {
     const auto size = static_cast<int64_t>(request.prompt.size());
     const int64_t tokens = std::max(entry.text ? static_cast<int64_t>(own->tokens().size()) : 0, size);
     const int64_t spare = int64_t{1} << std::min<int64_t>(entry.figures.pauses, kMostSpareDoublings);
-    const int64_t wanted = PagePool::pagesFor(tokens + 1) + (running > 0 ? spare : 0) + promisedPages;
+    const int64_t wanted = PagePool::pagesFor(tokens + 1) + (running > 0 ? spare : 0) + promised.pages;
     const auto fits = [&] {
         const int64_t held = own ? own->held().cachedTokens() / PagePool::kPageTokens : 0;
         const LockedModel model = _engine->runner().lock();
         const int64_t shared = echo ? 0 : KvSharing(model.kv()).pagesInUse({request.salt, request.prompt.data(), size});
         return model.kv().freePages() + held + shared >= wanted;
     };
-    const auto fitsWindows = [&] { return own || hasWindowRoom(_engine->runner().lock().kv(), size); };
-    while (!(fits() && fitsWindows()) && makeRoom(std::numeric_limits<int64_t>::max(), own)) {
+    const auto fitsLimits = [&] {
+        const LockedModel model = _engine->runner().lock();
+        return (own || hasWindowRoom(model.kv(), size)) && model.kv().states().stepRoom() > promised.states;
+    };
+    while (!(fits() && fitsLimits()) && makeRoom(std::numeric_limits<int64_t>::max(), own)) {
     }
     if (running > 0 && !fits()) return false;
     if (!entry.text) {
@@ -358,11 +361,12 @@ bool Scheduler::admit(Entry& entry, int64_t promisedPages) {
 std::vector<Scheduler::Entry*> Scheduler::prompts(int64_t rows) {
     std::vector<Entry*> group, others;
     const auto most = static_cast<size_t>(_engine->runner().limits().pieces.prompts);
-    int64_t missing = 0, pages = 0;
+    Promised promised;
+    int64_t missing = 0;
     while (group.size() < most && missing < rows) {
         std::vector<Entry*> taken = group;
         taken.insert(taken.end(), others.begin(), others.end());
-        Entry* entry = nextToPrepare(taken, pages);
+        Entry* entry = nextToPrepare(taken, promised);
         if (!entry) break;
         if (!begin(*entry)) continue;
         // If its next page has the tokens of one that another is about to compute, it waits for that one.
@@ -377,7 +381,8 @@ std::vector<Scheduler::Entry*> Scheduler::prompts(int64_t rows) {
         const auto tokens = static_cast<int64_t>(entry->request.prompt.size());
         const int64_t lacks = std::max<int64_t>(tokens - held, 1);
         missing += lacks;
-        pages += PagePool::pagesFor(lacks);
+        promised.pages += PagePool::pagesFor(lacks);
+        ++promised.states;
         group.push_back(entry);
         // A state from which many texts may continue is worth more than a text that one may.
         while (entry->text->held().lacksStates() && _kept.dropEnded()) {

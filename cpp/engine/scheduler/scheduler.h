@@ -81,8 +81,13 @@ private:
     void takeTurn();
     bool collect();
     void endOverdue();
-    Entry* nextToPrepare(const std::vector<Entry*>& taken, int64_t promisedPages);
-    bool admit(Entry& entry, int64_t promisedPages);
+    // What the others of a pass will take of the cache.
+    struct Promised {
+        int64_t pages = 0;
+        int32_t states = 0;
+    };
+    Entry* nextToPrepare(const std::vector<Entry*>& taken, const Promised& promised);
+    bool admit(Entry& entry, const Promised& promised);
     bool begin(Entry& entry);
     std::vector<Entry*> prompts(int64_t rows);
     void prepare(const std::vector<Entry*>& group, int64_t rows);

@@ -10,11 +10,12 @@
 #include <utility>
 #include <vector>
 
+#include "memory/copy_buffers.h"
 #include "memory/pages/prefix_index.h"
 
 namespace sharpi {
 
-using CopiedBytes = std::shared_ptr<const std::vector<uint8_t>>;
+using CopiedBytes = std::shared_ptr<const CopyVector>;
 
 class SavedCopies {
 public:

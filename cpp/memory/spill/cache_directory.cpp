@@ -71,7 +71,7 @@ bool readFully(int file, void* data, size_t bytes) {
     return true;
 }
 
-SegmentHeader headerOf(const SegmentKey& key, const Digest& identity, const std::vector<uint8_t>& copy) {
+SegmentHeader headerOf(const SegmentKey& key, const Digest& identity, const CopyVector& copy) {
     SegmentHeader header;
     header.kind = key.kind;
     header.identity = identity;
@@ -125,7 +125,7 @@ std::string CacheDirectory::pathOf(const SegmentKey& key) const {
 bool CacheDirectory::has(const SegmentKey& key) const { return ::access(pathOf(key).c_str(), R_OK) == 0; }
 
 // What is wrong with the file, if anything; else reads what it holds.
-std::string CacheDirectory::problemOf(int file, const SegmentKey& key, std::vector<uint8_t>& copy) const {
+std::string CacheDirectory::problemOf(int file, const SegmentKey& key, CopyVector& copy) const {
     struct stat status{};
     SegmentHeader header;
     if (::fstat(file, &status) != 0 || !S_ISREG(status.st_mode)) return "is no file";
@@ -140,7 +140,7 @@ CopiedBytes CacheDirectory::read(const SegmentKey& key, size_t bytes) const {
     const std::string path = pathOf(key);
     const File file(path, O_RDONLY | O_NONBLOCK);
     if (!file) return nullptr;
-    auto copy = std::make_shared<std::vector<uint8_t>>(bytes);
+    auto copy = std::make_shared<CopyVector>(bytes);
     const std::string problem = problemOf(file.number(), key, *copy);
     if (problem.empty()) return copy;
     ::unlink(path.c_str());
@@ -157,7 +157,7 @@ void CacheDirectory::use(const std::vector<SegmentKey>& keys) const {
     }
 }
 
-bool CacheDirectory::write(const SegmentKey& key, const std::vector<uint8_t>& copy) {
+bool CacheDirectory::write(const SegmentKey& key, const CopyVector& copy) {
     const uint64_t bytes = sizeof(SegmentHeader) + copy.size();
     if (bytes > _options.mostBytes) return true;
     if (has(key)) {

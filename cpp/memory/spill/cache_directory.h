@@ -63,7 +63,7 @@ public:
     void use(const std::vector<SegmentKey>& keys) const;
     // If there is no such file yet. Removes others so that there is room; a copy that exceeds it all is left out.
     // Returns false if the file could not be written; nothing of it is left then.
-    bool write(const SegmentKey& key, const std::vector<uint8_t>& copy);
+    bool write(const SegmentKey& key, const CopyVector& copy);
 
 private:
     struct Found {
@@ -75,7 +75,7 @@ private:
     std::string pathOf(const SegmentKey& key) const;
     bool makeRoom(uint64_t bytes);
     void look();
-    std::string problemOf(int file, const SegmentKey& key, std::vector<uint8_t>& copy) const;
+    std::string problemOf(int file, const SegmentKey& key, CopyVector& copy) const;
 
     const CacheDirectoryOptions _options;
     const std::string _folder;      // that of the identity

@@ -8,7 +8,7 @@ namespace sharpi {
 
 namespace {
 
-CopiedBytes shared(std::vector<uint8_t> copy) { return std::make_shared<const std::vector<uint8_t>>(std::move(copy)); }
+CopiedBytes shared(CopyVector copy) { return std::make_shared<const CopyVector>(std::move(copy)); }
 
 }  // namespace
 
@@ -47,12 +47,12 @@ bool PrefixStore::has(const SavedCopies& copies, const SegmentKey& key) const {
     return copies.has(key.name) || (_writer && (_writer->find(key) || _writer->directory().has(key)));
 }
 
-void PrefixStore::addPage(const PageName& name, std::vector<uint8_t> copy) {
+void PrefixStore::addPage(const PageName& name, CopyVector copy) {
     ++_counts.spilledPages;
     leave(SegmentKind::Page, _pages.add(name, shared(std::move(copy))));
 }
 
-void PrefixStore::addState(const PageName& name, std::vector<uint8_t> copy) {
+void PrefixStore::addState(const PageName& name, CopyVector copy) {
     leave(SegmentKind::State, _states.add(name, shared(std::move(copy))));
 }
 

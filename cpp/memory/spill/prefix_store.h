@@ -40,13 +40,13 @@ public:
     bool hasPage(const PageName& name) const { return has(_pages, {SegmentKind::Page, name}); }
     bool hasState(const PageName& name) const { return has(_states, {SegmentKind::State, name}); }
 
-    void addPage(const PageName& name, std::vector<uint8_t> copy);
+    void addPage(const PageName& name, CopyVector copy);
     // The copy, which goes to the device: RAM need not keep it any more. Nothing if there is none of this size.
     CopiedBytes takePage(const PageName& name, size_t bytes);
     // These pages went to the device, in the order of the text.
     void noteRestored(const std::vector<PageName>& names);
 
-    void addState(const PageName& name, std::vector<uint8_t> copy);
+    void addState(const PageName& name, CopyVector copy);
     CopiedBytes findState(const PageName& name, size_t bytes);
 
     SpillCounts counts() const;

@@ -22,7 +22,7 @@ namespace {
 using namespace sharpi;
 namespace fs = std::filesystem;
 
-using Bytes = std::vector<uint8_t>;
+using Bytes = CopyVector;
 
 SegmentKey page(uint8_t number) { return {SegmentKind::Page, {number}}; }
 

@@ -18,7 +18,7 @@ using namespace sharpi;
 constexpr int64_t kPage = KvCache::kPageTokens;
 
 PageName nameOf(uint8_t number) { return {number}; }
-CopiedBytes copyOf(size_t bytes, uint8_t value) { return std::make_shared<const std::vector<uint8_t>>(bytes, value); }
+CopiedBytes copyOf(size_t bytes, uint8_t value) { return std::make_shared<const CopyVector>(bytes, value); }
 
 // The numbers of those that left, in order.
 std::vector<int> left(const SavedCopies::Entries& entries) {

@@ -378,11 +378,11 @@ TEST(SpilledPages, ThatWereReadCountAsUsed) {
         world.close();
     }
     CacheDirectory another(options.directory);
-    ASSERT_TRUE(another.write({SegmentKind::Page, {1}}, std::vector<uint8_t>(kPageBytes)));
+    ASSERT_TRUE(another.write({SegmentKind::Page, {1}}, CopyVector(kPageBytes)));
     World world(options);
     EXPECT_EQ(world.adopt(world.sequence(), {1, 2, 3}), 3);
     for (const uint8_t number : {2, 3})
-        ASSERT_TRUE(another.write({SegmentKind::Page, {number}}, std::vector<uint8_t>(kPageBytes)));
+        ASSERT_TRUE(another.write({SegmentKind::Page, {number}}, CopyVector(kPageBytes)));
     EXPECT_FALSE(another.has({SegmentKind::Page, {1}})) << "it went first";
     EXPECT_TRUE(another.has({SegmentKind::Page, {2}}));
     World again(options);

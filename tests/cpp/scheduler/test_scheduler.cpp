@@ -161,6 +161,29 @@ TEST(Scheduler, PromptsAreComputedTogether) {
     }
 }
 
+// Texts that have ended hold their states until others want them. Prompts that could share a pass must not wait for
+// these one by one.
+TEST(Scheduler, EndedTextsGiveTheirStatesToPromptsThatShareAPass) {
+    const Model model = modelOf(hybrids()[0], 4000);
+    const WatchedEngine watched(model, engineOptions(4000, 800, 10));
+    SchedulerOptions options = longQueue();
+    options.greatestGap = 1000;
+    Scheduler scheduler(watched.engine, options);
+    int64_t before = 0;
+    for (unsigned round = 0; round < 3; ++round) {
+        std::vector<std::shared_ptr<Answer>> answers;
+        {
+            const LockedModel locked = watched.engine->runner().lock();
+            for (unsigned i = 0; i < 8; ++i)
+                answers.push_back(
+                    scheduler.submit(requestOf(randomTokens(90, model.options().vocab, 8 * round + i), 3)));
+        }
+        for (const auto& answer : answers) EXPECT_EQ(wait(*answer).tokens.size(), 3u);
+        EXPECT_LE(scheduler.counts().pieces - before, 2) << round;
+        before = scheduler.counts().pieces;
+    }
+}
+
 // Prompts that cannot all have a state at a time take turns, and none undoes what another has computed.
 TEST(Scheduler, PromptsThatCompeteForStatesAllEnd) {
     const Model model = modelOf(hybrids()[0], 4000);
