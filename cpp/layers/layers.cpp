@@ -93,12 +93,16 @@ void sharedExpert(const LayerContext& context, const SharedExpertSpec& shared) {
     context.ops.linear(RowInput::Hidden, {{down, nullptr, RowBuffer::SharedOut}});
 }
 
-// What reads the rows of the mixer's norm besides the mixer: gate and up of a layer with one norm; else `own` once
-// more.
-std::pair<const Weight&, const Weight&> alsoReading(const LayerContext& context, const LayerSpec& layer,
-                                                    const Weight& own) {
-    if (!layer.oneNorm) return {own, own};
-    return {context.weights[layer.dense->gate], context.weights[layer.dense->up]};
+// What reads the rows of the mixer's norm besides the first mixer: gate and up of a layer with one norm, or Mamba 2
+// beside attention; else `own` once more.
+struct AlsoReading {
+    const Weight &first, &second, &third;
+};
+AlsoReading alsoReading(const LayerContext& context, const LayerSpec& layer, const Weight& own) {
+    const ModelWeights& w = context.weights;
+    if (layer.attention && layer.mamba) return {w[layer.mamba->gate], w[layer.mamba->mixed], w[layer.mamba->steps]};
+    if (layer.oneNorm) return {w[layer.dense->gate], w[layer.dense->up], own};
+    return {own, own, own};
 }
 
 // x += output(attention(norm(x)))
@@ -110,17 +114,17 @@ void attentionLayer(const LayerContext& context, const LayerSpec& layer, const K
     const Product queries{q, w[a.qBias], a.gated ? RowBuffer::GatedQueries : RowBuffer::Queries};
     const HeadsCall heads = headsOf(context, a);
     const NormCall mixerNorm = normOf(context, layer.mixerNorm, layer.mixerNormBias);
-    const auto [gate, up] = alsoReading(context, layer, q);
+    const AlsoReading also = alsoReading(context, layer, q);
     if (!heads.appends) {
-        norm(context, mixerNorm, {q, gate, up});
+        norm(context, mixerNorm, {q, also.first, also.second, also.third});
         ops.linear(RowInput::Normed, {queries});
     } else if (heads.valuesAreKeys) {
         const Weight& k = w[a.k];
-        norm(context, mixerNorm, {q, k, gate, up});
+        norm(context, mixerNorm, {q, k, also.first, also.second, also.third});
         ops.linear(RowInput::Normed, {queries, {k, w[a.kBias], RowBuffer::Keys}});
     } else {
         const Weight &k = w[a.k], &v = w[a.v];
-        norm(context, mixerNorm, {q, k, v, gate, up});
+        norm(context, mixerNorm, {q, k, v, also.first, also.second, also.third});
         ops.linear(RowInput::Normed, {queries, {k, w[a.kBias], RowBuffer::Keys}, {v, w[a.vBias], RowBuffer::Values}});
     }
     ops.prepareHeads(heads, pages);
@@ -223,7 +227,7 @@ void gatedDeltaLayer(const LayerContext& context, const LayerSpec& layer, const 
     const ModelWeights& w = context.weights;
     Operations& ops = context.ops;
     const NormCall mixerNorm = normOf(context, layer.mixerNorm, layer.mixerNormBias);
-    const auto [also, alsoUp] = alsoReading(context, layer, w[d.qkv]);
+    const AlsoReading also = alsoReading(context, layer, w[d.qkv]);
     const Weight &qkv = w[d.qkv], &gate = w[d.gate], &beta = w[d.beta], &output = w[d.output];
     DeltaCall call;
     call.keyHeads = d.keyHeads;
@@ -239,11 +243,11 @@ void gatedDeltaLayer(const LayerContext& context, const LayerSpec& layer, const 
     call.fusedSteps = d.fusedSteps;
     const Product mixed{qkv, nullptr, RowBuffer::DeltaMixed}, gates{gate, nullptr, RowBuffer::DeltaGate};
     if (d.fusedSteps) {
-        norm(context, mixerNorm, {qkv, gate, beta, also, alsoUp});
+        norm(context, mixerNorm, {qkv, gate, beta, also.first, also.second});
         ops.linear(RowInput::Normed, {mixed, gates, {beta, nullptr, RowBuffer::DeltaSteps}});
     } else {
         const Weight& alpha = w[d.alpha];
-        norm(context, mixerNorm, {qkv, gate, alpha, beta, also, alsoUp});
+        norm(context, mixerNorm, {qkv, gate, alpha, beta, also.first, also.second});
         ops.linear(RowInput::Normed,
                    {mixed, gates, {alpha, nullptr, RowBuffer::DeltaAlpha}, {beta, nullptr, RowBuffer::DeltaBeta}});
     }
@@ -251,13 +255,13 @@ void gatedDeltaLayer(const LayerContext& context, const LayerSpec& layer, const 
     addPart(context, layer, RowInput::Attended, output, nullptr, layer.mixerPostNorm);
 }
 
-// x += output(mamba(norm(x)))
+// x += output(mamba(norm(x))). Beside attention, the rows of the norm are there already.
 void mambaLayer(const LayerContext& context, const LayerSpec& layer, const RecurrentLayer& state) {
     const MambaSpec& m = *layer.mamba;
     const ModelWeights& w = context.weights;
     Operations& ops = context.ops;
     const Weight &gate = w[m.gate], &mixed = w[m.mixed], &steps = w[m.steps], &output = w[m.output];
-    const auto [also, alsoUp] = alsoReading(context, layer, gate);
+    const AlsoReading also = alsoReading(context, layer, gate);
     MambaCall call;
     call.heads = m.heads;
     call.groups = m.groups;
@@ -271,7 +275,10 @@ void mambaLayer(const LayerContext& context, const LayerSpec& layer, const Recur
     call.skip = w[m.skip];
     call.norm = w[m.norm];
     call.eps = context.spec.normEpsilon;
-    norm(context, normOf(context, layer.mixerNorm, layer.mixerNormBias), {gate, mixed, steps, also, alsoUp});
+    if (!layer.attention) {
+        norm(context, normOf(context, layer.mixerNorm, layer.mixerNormBias),
+             {gate, mixed, steps, also.first, also.second});
+    }
     ops.linear(RowInput::Normed, {{gate, nullptr, RowBuffer::MambaGate},
                                   {mixed, nullptr, RowBuffer::MambaMixed},
                                   {steps, nullptr, RowBuffer::MambaSteps}});
@@ -391,9 +398,8 @@ void runLayer(const LayerContext& context, const LayerSpec& layer, size_t index,
         else attentionLayer(context, layer, pages);
     } else if (layer.delta) {
         gatedDeltaLayer(context, layer, context.kv.states().layer(index));
-    } else if (layer.mamba) {
-        mambaLayer(context, layer, context.kv.states().layer(index));
     }
+    if (layer.mamba) mambaLayer(context, layer, context.kv.states().layer(index));
     enterStreams(context, layer.ffnStreams);
     if (layer.parallel) parallelLayer(context, layer, nextWithExperts);
     else if (layer.dense) denseLayer(context, layer);

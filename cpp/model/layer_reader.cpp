@@ -27,8 +27,8 @@ Gating readGating(const Metadata& md, const std::string& key, Gating usual) {
 
 }  // namespace
 
-VectorId LayerReader::norm(const std::string& name, int64_t size) {
-    return _model.vector(_model._tensors.requiredFloats(_block + name + ".weight", {size}));
+VectorId LayerReader::norm(const std::string& name, int64_t size, const std::string& ending) {
+    return _model.vector(_model._tensors.requiredFloats(_block + name + ending, {size}));
 }
 
 LayerReader& LayerReader::mixerNorm(const std::string& name) {
@@ -38,8 +38,8 @@ LayerReader& LayerReader::mixerNorm(const std::string& name) {
     return *this;
 }
 
-LayerReader& LayerReader::ffnNorm(const std::string& name) {
-    _layer.ffnNorm = norm(name, _model._spec.embedding);
+LayerReader& LayerReader::ffnNorm(const std::string& name, const std::string& ending) {
+    _layer.ffnNorm = norm(name, _model._spec.embedding, ending);
     if (_model._spec.norm == NormKind::Layer) _layer.ffnNormBias = floats(name + ".bias", {_model._spec.embedding});
     return *this;
 }
@@ -237,7 +237,7 @@ LayerReader& LayerReader::gatedDelta(bool fusedSteps) {
     return *this;
 }
 
-LayerReader& LayerReader::mamba() {
+LayerReader& LayerReader::mamba(const MambaParts& parts) {
     const Metadata& md = _model._metadata;
     TensorFinder& tensors = _model._tensors;
     const std::string prefix = _model.key("ssm.");
@@ -270,7 +270,8 @@ LayerReader& LayerReader::mamba() {
     m.stepBias = floats("ssm_dt.bias", {m.heads});
     m.rate = floats("ssm_a", {1, m.heads});
     m.skip = floats("ssm_d", {1, m.heads});
-    m.norm = floats("ssm_norm.weight", {inner / m.groups, m.groups});
+    if (!parts.normOptional || tensors.has(_block + "ssm_norm.weight"))
+        m.norm = floats("ssm_norm.weight", {inner / m.groups, m.groups});
     _layer.mamba = m;
     return *this;
 }

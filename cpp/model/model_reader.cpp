@@ -45,6 +45,12 @@ float readEpsilon(const Metadata& md, const std::string& key) {
     return epsilon;
 }
 
+// Whether attention and Mamba 2 can stand side by side in the layer: both read one norm, and x takes both as they are.
+bool sideBySide(const LayerSpec& layer, const ModelSpec& spec) {
+    const bool plain = layer.attention && !layer.attention->latent && !layer.attention->outputDown;
+    return plain && layer.mamba && layer.mixerNorm && !layer.oneNorm && !layer.mixerPostNorm && !spec.streams;
+}
+
 // Writers store 0 for "not scaled".
 float readScale(const Metadata& md, const std::string& key) {
     const double scale = md.numberOr(key, 0.0);
@@ -277,11 +283,12 @@ ModelSpec ModelReader::finish() {
     }
     for (const LayerSpec* layer : _spec.loadedLayers()) {
         const int mixers = int{layer->attention.has_value()} + layer->delta.has_value() + layer->mamba.has_value();
+        const bool paired = mixers == 2 && sideBySide(*layer, _spec);
         const int feeds = int{layer->dense.has_value()} + layer->experts.has_value();
-        const bool sideBySide = feeds == 2 && layer->parallel && layer->ffnPostNorm;
+        const bool parallel = feeds == 2 && layer->parallel && layer->ffnPostNorm;
         const bool normed =
             !feeds || layer->ffnNorm || (layer->dense && !layer->experts && (!layer->oneNorm || layer->mixerNorm));
-        if (mixers > 1 || (feeds > 1 && !sideBySide) || mixers + feeds == 0 || !normed) {
+        if ((mixers > 1 && !paired) || (feeds > 1 && !parallel) || mixers + feeds == 0 || !normed) {
             throw Error(ErrorKind::Internal,
                         "the reader of '" + _spec.architecture +
                             "' has made a layer with two mixers or two feed-forward parts, without any, or without a "

@@ -56,6 +56,10 @@ struct DenseParts {
     bool fused = false;  // ffn_up holds gate and up
 };
 
+struct MambaParts {
+    bool normOptional = false;  // a layer without ssm_norm does not normalize what its heads give
+};
+
 struct ExpertParts {
     Gating gating = Gating::Softmax;  // unless the key expert_gating_func says otherwise
     bool renormalized = true;         // unless the key expert_weights_norm says otherwise
@@ -138,8 +142,8 @@ private:
 // In models whose layers differ in this: whether the layer has attention. Throws Error(BadModel).
 bool hasKvHeads(const ModelReader& model, int64_t layer);
 
-// One layer. Its parts are to be read in the order of use: mixerNorm, a mixer, ffnNorm, a feed-forward part. Without a
-// norm, a part reads x as it is. A layer may lack the mixer or the feed-forward part.
+// One layer. Its parts are to be read in the order of use: mixerNorm, the mixer, ffnNorm, a feed-forward part. Without
+// a norm, a part reads x as it is. A layer may lack the mixer or the feed-forward part.
 class LayerReader {
 public:
     // Names are those behind "blk.N.", without ".weight".
@@ -149,9 +153,11 @@ public:
     // that DeepSeek V3's files give them.
     LayerReader& latentAttention(const AttentionParts& parts);
     LayerReader& gatedDelta(bool fusedSteps = false);
-    LayerReader& mamba();
+    // After attention(): beside it.
+    LayerReader& mamba(const MambaParts& parts = {});
     LayerReader& mixerPostNorm(const std::string& name);
-    LayerReader& ffnNorm(const std::string& name);
+    // ending: of the tensor's name.
+    LayerReader& ffnNorm(const std::string& name, const std::string& ending = ".weight");
     // In place of ffnNorm: the feed-forward part reads what the mixer reads.
     LayerReader& oneNorm();
     LayerReader& dense(const DenseParts& parts = {});
@@ -176,7 +182,7 @@ private:
           _layer(layer),
           _index(static_cast<size_t>(index)),
           _block("blk." + std::to_string(index) + ".") {}
-    VectorId norm(const std::string& name, int64_t size);
+    VectorId norm(const std::string& name, int64_t size, const std::string& ending = ".weight");
     void readShape(AttentionSpec& a, const AttentionParts& parts);
     void readQkv(AttentionSpec& a, const AttentionParts& parts);
     void readBiases(AttentionSpec& a);

@@ -1,6 +1,6 @@
-// What a model is, as data: a list of weights, and a list of layers that name them. Each layer is a mixer and a
-// feed-forward part, or one of them. Everything above this room works from a ModelSpec and never asks for an
-// architecture's name.
+// What a model is, as data: a list of weights, and a list of layers that name them. Each layer is a mixer, or two side
+// by side, and a feed-forward part, or one of them. Everything above this room works from a ModelSpec and never asks
+// for an architecture's name.
 #pragma once
 
 #include <cstdint>
@@ -141,7 +141,7 @@ struct MambaSpec {
     VectorId conv;                  // transposed: [convWidth, channels], over x, B and C
     VectorId convBias;              // [channels]; may be absent
     VectorId stepBias, rate, skip;  // [heads]; rate is negative
-    VectorId norm;                  // [width], of each group by itself
+    VectorId norm;                  // [width], of each group by itself; may be absent
     int64_t width() const { return int64_t{heads} * headDim; }
     int64_t channels() const { return width() + 2 * int64_t{groups} * stateDim; }
     // The state of a sequence, in floats: the convolution's last inputs, and each head's matrix.
@@ -229,7 +229,8 @@ struct LayerSpec {
     VectorId mixerNormBias, ffnNormBias;     // of NormKind::Layer; may be absent
     VectorId mixerPostNorm, ffnPostNorm;     // of what a part adds to x; may be absent
     bool oneNorm = false;                    // the feed-forward part reads what the mixer reads; there is no ffnNorm
-    // The mixer: at most one of the three. A layer may lack it, or the feed-forward part, but not both.
+    // The mixer: at most one of the three, or attention and Mamba 2 side by side, each of which reads the mixer's norm
+    // and adds to x. A layer may lack the mixer, or the feed-forward part, but not both.
     std::optional<AttentionSpec> attention;
     std::optional<GatedDeltaSpec> delta;
     std::optional<MambaSpec> mamba;

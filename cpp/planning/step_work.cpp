@@ -13,6 +13,8 @@ constexpr int64_t kOfParallelParts = 2;
 constexpr int64_t kOfLayerInput = 4;
 // The rows of the table, those to be projected, their product, and both joined.
 constexpr int64_t kOfLayerInputs = 4;
+// Of Mamba 2 beside attention: its first products, its step, the rows of the last product, and that.
+constexpr int64_t kOfSecondMixer = 4;
 
 // Of streams, around each of a layer's two parts: their norm, its product, the part's input, and what they become.
 constexpr int64_t kOfStreams = 8;
@@ -54,7 +56,8 @@ int64_t rowKernels(const ModelSpec& spec) {
     int64_t count = (spec.embeddingScale != 1.0f) + (spec.logitSoftcap != 0) + (spec.layerInputs ? kOfLayerInputs : 0);
     for (const LayerSpec& layer : spec.layers) {
         count += (layer.parallel ? kOfParallelParts : 0) + (layer.layerInput ? kOfLayerInput : 0) +
-                 (spec.streams ? kOfStreams : 0) + (layer.attention ? kernelsOf(*layer.attention) : 0);
+                 (spec.streams ? kOfStreams : 0) + (layer.attention ? kernelsOf(*layer.attention) : 0) +
+                 (layer.attention && layer.mamba ? kOfSecondMixer : 0);
     }
     return count;
 }

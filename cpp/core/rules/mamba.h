@@ -13,7 +13,8 @@
 //   o[p]       = sum over n of fma(S[n][p], C[n], .)
 //   y[p]       = fma(skip, x[p], o[p])
 //   y          = (z / (1 + exp(0 - z))) * y, elementwise over all heads
-//   the answer = the RMS norm of each group's heads together (core/rules/norm.h), each group with its own weights
+//   the answer = the RMS norm of each group's heads together (core/rules/norm.h), each group with its own weights; y if
+//                there are no weights
 //
 // The sum uses 8 accumulators that start at +0. Element n goes to accumulator n mod 8, in ascending order; then
 // acc[i] += acc[i + 4], += acc[i + 2], += acc[i + 1]: as in Gated DeltaNet's sums (cpu/kernels/delta.cpp).

@@ -65,7 +65,7 @@ void CpuOperations::mamba(const MambaCall& call, const RecurrentLayer& state, co
     prepareSteps(_work, call, decays);
     scan(_work, call, state, decays, scanned);
     _work.gatedActivation({}, gate, scanned, _work.rows() * call.width());
-    normGroups(_work, call, gate);
+    if (call.norm) normGroups(_work, call, gate);
     _attended = gate;
 }
 

@@ -39,8 +39,9 @@ void CudaOperations::mamba(const MambaCall& call, const RecurrentLayer& state, c
     if (exact) {
         const cuda::MambaInputs in = inputsFrom(0);
         cuda::RowOutputs out = attended.exact;
-        // Blocks that lie in two groups are made from floats.
-        if (shape.width() / shape.groups % kContractBlock != 0) out.floats = _pass.exactFloats(RowInput::Attended);
+        // Blocks that lie in two groups are made from the floats of their norms.
+        if (call.norm && shape.width() / shape.groups % kContractBlock != 0)
+            out.floats = _pass.exactFloats(RowInput::Attended);
         if (_pass.statesInSteps()) {
             cuda::stepMamba(_pass.stream, in, parameters, shape, states, view.exactStates,
                             _pass.at<uint32_t>(_pass.layout->stateReaders));

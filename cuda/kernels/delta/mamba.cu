@@ -283,6 +283,7 @@ void scanMamba(Stream& stream, const MambaInputs& in, const MambaParameters& par
 
 void normMamba(Stream& stream, const float* x, const MambaParameters& parameters, const MambaShape& shape, int64_t rows,
                const RowOutputs& out) {
+    if (!parameters.norm) return convertRows(stream, x, rows, shape.width(), out);
     const int64_t group = shape.width() / shape.groups;
     RowOutputs direct = out;
     const bool apart = out.quantized.q && group % kContractBlock != 0;

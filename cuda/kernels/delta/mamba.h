@@ -21,7 +21,7 @@ struct MambaShape {
 struct MambaParameters {
     const float *conv = nullptr, *convBias = nullptr;                   // [convWidth, channels]; [channels] or null
     const float *stepBias = nullptr, *rate = nullptr, *skip = nullptr;  // [heads]
-    const float* norm = nullptr;                                        // [width]
+    const float* norm = nullptr;                                        // [width], or null: no norm
     float eps = 0;
 };
 
@@ -54,8 +54,9 @@ void prepareMamba(Stream& stream, const MambaInputs& in, const MambaParameters& 
 void scanMamba(Stream& stream, const MambaInputs& in, const MambaParameters& parameters, const MambaShape& shape,
                const DeltaStates& states, const DeltaBatch& batch);
 
-// The norm of each group of heads of x [rows, width], in the requested forms. If a group is no multiple of 32 elements,
-// int8 forms are made from out.floats, which must then be requested too. out.floats may be x.
+// The norm of each group of heads of x [rows, width], in the requested forms; x itself if there is no norm. If a group
+// is no multiple of 32 elements, int8 forms of its norm are made from out.floats, which must then be requested too.
+// out.floats may be x.
 void normMamba(Stream& stream, const float* x, const MambaParameters& parameters, const MambaShape& shape, int64_t rows,
                const RowOutputs& out);
 

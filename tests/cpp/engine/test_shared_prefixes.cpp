@@ -111,7 +111,8 @@ INSTANTIATE_TEST_SUITE_P(Windows, SharedWindows, testing::Values(withWindows(), 
 class SharedAnywhere : public SharedPrefixes, public testing::WithParamInterface<int> {
 protected:
     static std::vector<Options> models() {
-        return {gpuVariants()[0], latents()[0], withWindows(), withBlocks(), hybrids()[0], mambas()[0], mambas()[2]};
+        return {gpuVariants()[0], latents()[0], withWindows(), withBlocks(),
+                hybrids()[0],     mambas()[0],  mambas()[2],   mambas()[3]};
     }
     SharedAnywhere()
         : SharedPrefixes(models()[static_cast<size_t>(GetParam())], GetParam() == 4 ? kPromptTile : int64_t{1}) {}
@@ -140,7 +141,7 @@ protected:
         }
     }
 };
-INSTANTIATE_TEST_SUITE_P(Models, SharedAnywhere, testing::Range(0, 7));
+INSTANTIATE_TEST_SUITE_P(Models, SharedAnywhere, testing::Range(0, 8));
 
 TEST_F(SharedPrefixes, AreComputedOnce) {
     for (const int64_t batch : {64, 96, 1000}) {
@@ -326,7 +327,7 @@ TEST_F(SharedPrefixes, AnswersAreSharedOnlyIfTheirRowsHaveThePromptsBits) {
 
 TEST_F(SharedPrefixes, OtherSaltsShareNothing) {
     for (const Options& options :
-         {gpuVariants()[0], hybrids()[0], withWindows(), withBlocks(), latents()[0], mambas()[0]}) {
+         {gpuVariants()[0], hybrids()[0], withWindows(), withBlocks(), latents()[0], mambas()[0], mambas()[3]}) {
         SCOPED_TRACE(describe(options));
         const Model other = modelOf(options, 8000);
         Scheduler scheduler(engineOf(other, engineOptions(2000, 64, 8)), longQueue());

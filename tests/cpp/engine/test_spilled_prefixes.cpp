@@ -37,8 +37,8 @@ struct Kind {
 std::vector<Kind> kinds() {
     return {{"plain", gpuVariants()[0], 1},          {"latent", latents()[0], 1},
             {"hybrid", hybrids()[0], kPromptTile},   {"mamba", mambas()[2], 1},
-            {"mamba and attention", mambas()[0], 1}, {"windows", withWindows(), 1, 1, 1},
-            {"blocks", withBlocks(), 1, 1, 4}};
+            {"mamba and attention", mambas()[0], 1}, {"mamba beside attention", mambas()[3], 1},
+            {"windows", withWindows(), 1, 1, 1},     {"blocks", withBlocks(), 1, 1, 4}};
 }
 
 class World {

@@ -431,6 +431,14 @@ TEST(ModelSpec, MambaNamesWhatIsWrong) {
     tiny::Model plain(o);
     plain.erase("blk.0.ssm_conv1d.bias");
     EXPECT_FALSE(plain.spec().layers[0].mamba->convBias);
+    // Only where attention stands beside it may the norm be absent, which another test shows.
+    tiny::Model beside(tiny::mambas()[3]);
+    EXPECT_FALSE(beside.spec().layers[0].mamba->norm);
+    beside.add("blk.0.ssm_norm.weight", DType::F32, {48, 2});
+    EXPECT_TRUE(beside.spec().layers[0].mamba->norm);
+    EXPECT_FALSE(beside.spec().layers[1].mamba->norm);
+    beside.reshape("blk.0.ssm_norm.weight", {96, 1});
+    expectBadModel("'blk.0.ssm_norm.weight' has shape", [&] { beside.spec(); });
     expectSpoiled(tiny::mambas()[2], "experts read a latent row",
                   [](tiny::Model& m) { m.metadata["nemotron_h_moe.moe_latent_size"] = int64_t{32}; });
     // A layer whose heads of keys are 0 has no attention.

@@ -38,13 +38,17 @@ struct Family {
     bool latent = false;           // latent attention: see Model::addLatentAttention
     bool sigmoids = false;         // experts are chosen by sigmoids with a bias; the layers may predict too
     bool mamba = false;            // layers of Mamba 2 between those of attention
+    bool sideBySide = false;       // of Mamba 2 and attention: every layer has both, and normalizes no heads' answers
     bool oneParts = false;         // a layer is one of three, in turn: Mamba 2, attention, a feed-forward part
     bool gemma4 = false;           // larger heads in every second layer, which has no values; and Options::layerInputs
     bool embedsPositions(int64_t layer) const { return !withoutPositions || (layer + 1) % withoutPositions; }
-    bool scans(int64_t layer) const { return mamba && layer % (oneParts ? 3 : 2) == 0; }
-    bool attends(int64_t layer) const { return !scans(layer) && (!oneParts || layer % 3 == 1); }
+    bool scans(int64_t layer) const { return mamba && (sideBySide || layer % (oneParts ? 3 : 2) == 0); }
+    bool attends(int64_t layer) const { return sideBySide || (!scans(layer) && (!oneParts || layer % 3 == 1)); }
     bool feeds(int64_t layer) const { return !oneParts || layer % 3 == 2; }
-    const char* ffnNorm() const { return hybrid || sinks || sigmoids ? "post_attention_norm" : "ffn_norm"; }
+    const char* ffnNorm() const {
+        if (sideBySide) return "ffn_norm";
+        return hybrid || sinks || sigmoids ? "post_attention_norm.weight" : "ffn_norm.weight";
+    }
 };
 
 inline const std::vector<Family>& families() {
@@ -104,6 +108,8 @@ inline const std::vector<Family>& families() {
         Family& hybrid = add("granitehybrid", Pairing::Adjacent, QkNorm::None);
         hybrid.mamba = hybrid.scales = hybrid.plainShared = true;
         hybrid.layers = 3;
+        Family& falcon = add("falcon-h1", Pairing::Halves, QkNorm::None);
+        falcon.mamba = falcon.sideBySide = true;
         for (const char* name : {"nemotron_h", "nemotron_h_moe"}) {
             Family& nemotron = add(name, Pairing::Adjacent, QkNorm::None);
             nemotron.mamba = nemotron.oneParts = nemotron.plainShared = true;
@@ -151,7 +157,7 @@ struct Options {
     unsigned seed = 1;
 };
 
-// Mamba 2: a mixture with shared experts, layers of one part, and such layers with experts.
+// Mamba 2: a mixture with shared experts, layers of one part, such layers with experts, and attention beside it.
 inline std::vector<Options> mambas() {
     Options granite;
     granite.seed = 500;
@@ -173,7 +179,10 @@ inline std::vector<Options> mambas() {
     mixture.layers = 5;
     mixture.matrices = DType::Q4_0;
     mixture.mambaDim = 32;
-    return {granite, dense, mixture};
+    Options beside;
+    beside.seed = 503;
+    beside.architecture = "falcon-h1";
+    return {granite, dense, mixture, beside};
 }
 
 }  // namespace tiny

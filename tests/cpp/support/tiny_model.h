@@ -260,11 +260,11 @@ private:
         const int64_t e = _options.embedding;
         const Family& f = family(_options.architecture);
         if (f.preNorms) add(block + "attn_norm.weight", DType::F32, {e});
-        if (f.preNorms && !f.layerNorms && !f.oneParts) add(block + f.ffnNorm() + ".weight", DType::F32, {e});
+        if (f.preNorms && !f.layerNorms && !f.oneParts) add(block + f.ffnNorm(), DType::F32, {e});
         if (hybrid() && i < _options.layers && (i + 1) % _options.interval) addDelta(block);
         else if (f.latent) addLatentAttention(block);
-        else if (f.scans(i)) addMamba(block);
         else if (f.attends(i)) addAttention(block, i);
+        if (f.scans(i)) addMamba(block);
         if (f.feeds(i)) addFeedForward(block, i);
         addFamilyTensors(block);
         if (i < _options.layers) return;
@@ -301,7 +301,8 @@ private:
         add(block + "ssm_dt.bias", DType::F32, {o.valueHeads});
         add(block + "ssm_a", DType::F32, {1, o.valueHeads});
         add(block + "ssm_d", DType::F32, {1, o.valueHeads});
-        add(block + "ssm_norm.weight", DType::F32, {inner / o.keyHeads, o.keyHeads});
+        if (!family(o.architecture).sideBySide)
+            add(block + "ssm_norm.weight", DType::F32, {inner / o.keyHeads, o.keyHeads});
     }
 
     void addLatentAttention(const std::string& block) {

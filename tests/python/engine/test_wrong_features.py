@@ -85,6 +85,8 @@ def delta_with(**fields: Any) -> Change:
 
 def mamba_with(**fields: Any) -> Change:
     def change(layer: Layer) -> Layer:
+        if layer.mamba is not None:
+            return replace(layer, mamba=replace(layer.mamba, **fields))
         return replace(layer, mixer=replace(layer.mixer, **fields)) if isinstance(layer.mixer, Mamba) else layer
 
     return lambda model: model.changed(change)
@@ -142,10 +144,13 @@ _WRONG_MAMBA: dict[str, Change] = {
     "x not multiplied by steps": mamba_with(scaled=False),
     "no decay": mamba_with(decays=False),
     "x left out of the answer": mamba_with(skips=False),
-    "gate after the norm": mamba_with(gate="after the norm"),
     "gate off": mamba_with(gate="none"),
+}
+_WRONG_MAMBA_NORM: dict[str, Change] = {
+    "gate after the norm": mamba_with(gate="after the norm"),
     "norm of the whole row": mamba_with(norm_groups=1),
     "norm of each half group": mamba_with(norm_groups=4),
+    "no norm": mamba_with(norm_groups=0),
 }
 WRONG: dict[str, dict[str, Change]] = {
     "gemma2": {
@@ -286,8 +291,16 @@ WRONG: dict[str, dict[str, Change]] = {
         "temperature off": attention_with(temperature=None),
         "temperature off by one position": attention_with(temperature=Temperature(0.1, 64, 1)),
     },
+    "falcon-h1": {
+        **_WRONG_MAMBA,
+        "no Mamba 2": layers_with(mamba=None),
+        "no attention": lambda model: model.changed(lambda layer: replace(layer, mixer=layer.mamba, mamba=None)),
+        "no positions": attention_with(rotation=None),
+        "adjacent pairs": rotation_with(adjacent=True),
+    },
     "granitehybrid": {
         **_WRONG_MAMBA,
+        **_WRONG_MAMBA_NORM,
         "embedding scale off": model_with(embedding_scale=1.0),
         "residual scale off": layers_with(factor=1.0),
         "scale by head size": attention_with(scale=32**-0.5),
@@ -298,11 +311,13 @@ WRONG: dict[str, dict[str, Change]] = {
     },
     "nemotron_h": {
         **_WRONG_MAMBA,
+        **_WRONG_MAMBA_NORM,
         "ReLU for its square": layers_with(activation=Activation("relu")),
         "positions": attention_with(rotation=Rotation(32, 10000.0)),
     },
     "nemotron_h_moe": {
         **_WRONG_MAMBA,
+        **_WRONG_MAMBA_NORM,
         "ReLU for its square": layers_with(activation=Activation("relu")),
         "choice without a bias": experts_with(biased=False),
         "weights by softmax": experts_with(scores="softmax"),
@@ -353,6 +368,7 @@ KEYS: dict[str, dict[str, Any]] = {
                  "rope.scaling.original_context_length": 50},
     "phi3": {"rope.scaling.attn_factor": 1.3, "rope.scaling.original_context_length": COUNT - 1},
     "qwen3next": {"expert_used_count": 3},
+    "falcon-h1": {"rope.freq_base": 1e4, "rope.dimension_count": 16, "attention.layer_norm_rms_epsilon": 1e-2},
     "granitehybrid": {"embedding_scale": 2.0, "residual_scale": 0.6, "attention.scale": 0.15, "logit_scale": 3.0,
                       "rope.scaling.finetuned": True, "expert_used_count": 3,
                       "attention.layer_norm_rms_epsilon": 1e-2},
@@ -390,6 +406,19 @@ def test_scales_that_are_zero_are_none(right: Right, tmp_path: Path) -> None:
         attention(lambda part: replace(part, scale=part.size**-0.5))).logits(tokens)
     path = write_golden("granite", tmp_path, keys=dict.fromkeys(scales, 0.0))
     assert relative_error(logits(path, tokens), expected) < NEAR
+
+
+def test_mamba_beside_attention_may_have_a_norm(right: Right, tmp_path: Path) -> None:
+    tokens, without, model = right("falcon-h1")
+    random = np.random.RandomState(3)
+    norms = {f"blk.{layer}.ssm_norm.weight": (1 + 0.2 * random.standard_normal((2, 192))).astype(np.float32)
+             for layer in range(len(model.description.layers))}
+    path = write_golden("falcon-h1", tmp_path, extra=norms)
+    found, normed = logits(path, tokens), NumpyModel(path)
+    assert relative_error(found, normed.logits(tokens)) < NEAR
+    assert relative_error(found, without) > FAR
+    for wrong in _WRONG_MAMBA_NORM.values():
+        assert relative_error(found, normed.changed(wrong).logits(tokens)) > FAR
 
 
 @pytest.mark.parametrize("norm", ["blk.1.attn_norm", "output_norm"])

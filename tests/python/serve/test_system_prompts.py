@@ -29,7 +29,7 @@ BEFORE = len("s" + "system\n" + SYSTEM + "e" + "\n" + "s" + "user\n")
 FOUND = BEFORE // 64 * 64
 QUESTIONS = [word * 40 for word in ("Why? ", "How? ", "When? ")]
 FEW: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0}
-STATES = ("qwen35", "nemotron_h_moe", "granitehybrid")
+STATES = ("qwen35", "nemotron_h_moe", "granitehybrid", "falcon-h1")
 
 
 @pytest.fixture(scope="module", params=[*STATES, "llama"])

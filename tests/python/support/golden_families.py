@@ -475,6 +475,7 @@ class _Mamba:
     groups: int = 2
     state: int = 32
     convolution: int = 4
+    normed: bool = True  # what its heads give
 
     @property
     def described(self) -> dict[str, Any]:
@@ -489,7 +490,8 @@ class _Mamba:
         yield _vector("ssm_dt.bias", self.heads, center=-0.5, spread=0.5)
         yield Draw("ssm_a", (self.heads, 1), made=lambda numbers: -np.exp(numbers * 0.5 - 1.0))
         yield _vector("ssm_d", self.heads, 1)
-        yield _vector("ssm_norm.weight", self.groups, self.inner // self.groups)
+        if self.normed:
+            yield _vector("ssm_norm.weight", self.groups, self.inner // self.groups)
         yield _matrix("ssm_out", WIDTH, self.inner, gain=2.0)
 
 
@@ -506,6 +508,22 @@ def _granitehybrid(digest: str) -> Family:
         "attention.head_count_kv": [heads.keys if layer in attention else 0 for layer in range(4)],
         "expert_shared_feed_forward_length": shared, "rope.scaling.finetuned": False}
     return Family("granitehybrid", digest, keys, layer, tied=True, embedding=0.1)
+
+
+def _falcon(digest: str) -> Family:
+    """Attention and Mamba 2 side by side in every layer."""
+    heads, mamba = _Heads(8, 2, 32), _Mamba(384, 12, normed=False)
+
+    def layer(_: int) -> _Draws:
+        yield from _norms("attn_norm")
+        yield from _attention(heads)
+        yield from mamba.draws()
+        yield _vector("ffn_norm", WIDTH)  # so its files name it
+        yield from _dense()
+
+    keys = _keys(3, heads, 1e-5, 1e11) | mamba.described
+    del keys["rope.dimension_count"]  # its files do without
+    return Family("falcon-h1", digest, keys, layer, maker="")
 
 
 def _nemotron(digest: str, *, experts: int) -> Family:
@@ -562,6 +580,7 @@ FAMILIES = {
         "expert_gating_func": 1, "expert_weights_norm": True, "attention.temperature_scale": 0.1,
         "attention.temperature_length": 64}),
     "granitehybrid": _granitehybrid("fac20f02809f494d"),
+    "falcon-h1": _falcon("f49b26d15802234d"),
     "nemotron_h": _nemotron("de89e111d4dde434", experts=0),
     "nemotron_h_moe": _nemotron("b2ddfbb8cb8dbd68", experts=16),
 }

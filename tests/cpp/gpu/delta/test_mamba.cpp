@@ -392,5 +392,25 @@ TEST_F(Mamba, NormsEachGroupInEveryForm) {
     }
 }
 
+TEST_F(Mamba, WithoutANormRowsStayAsTheyAre) {
+    for (const MambaShape& shape : kShapes) {
+        const int64_t rows = 3;
+        const MambaWorld w = world(shape, {{-1, {{rows, 0}}}});
+        DeviceMamba device(w);
+        device.parameters.norm = nullptr;
+        const bool blocks = shape.width() % 32 == 0;
+        const DeviceArray<float> floats(w.gate.size());
+        const DeviceArray<uint8_t> quantized(blocks ? quantizedRowsBytes(rows, shape.width()) : 0),
+            other(quantized.size());
+        const auto over = [&](const DeviceArray<uint8_t>& buffer) {
+            return blocks ? rowsWithColumns(buffer, rows, shape.width()) : QuantizedRows();
+        };
+        normMamba(stream(), device.gate.get(), device.parameters, shape, rows, {floats.get(), over(quantized), {}});
+        EXPECT_TRUE(sameBits(w.gate, floats.read())) << nameOf(w);
+        convertRows(stream(), device.gate.get(), rows, shape.width(), {nullptr, over(other), {}});
+        EXPECT_EQ(other.read(), quantized.read()) << nameOf(w);
+    }
+}
+
 }  // namespace
 }  // namespace sharpi::cuda

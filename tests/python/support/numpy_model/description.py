@@ -101,12 +101,12 @@ class Delta:
 @dataclass(frozen=True)
 class Mamba:
     """Mamba 2. Heads that share B and C stand beside each other (`grouped`), or head h goes with group h modulo their
-    number. The other fields are here for wrong models.
+    number. What heads give is normalized in `norm_groups` parts of a row, each by itself; in none if that is 0. The
+    other fields are here for wrong models.
 
     biased: the convolution has a bias. softplus: steps are positive. skips: x itself joins what a head gives. gate:
-    whether the gate comes before the norm, after it, or is left out. norm_groups: how many parts of a row are
-    normalized by themselves. order: of what the convolution gives. scaled: x is multiplied by the step. decays: states
-    fade.
+    whether the gate comes before the norm, after it, or is left out. order: of what the convolution gives. scaled: x
+    is multiplied by the step. decays: states fade.
     """
 
     heads: int
@@ -162,7 +162,8 @@ class Experts:
 @dataclass(frozen=True)
 class Layer:
     """A layer. It may lack the mixer, or the feed-forward part (`feeds`). `beside`: the dense part and the experts read
-    the same, and their results are added, each after a norm.
+    the same, and their results are added, each after a norm. `mamba`: beside the mixer; they read the same, and their
+    results are added.
 
     gated: the feed-forward part has a gate. pre_norms: norms in front of attention and of the feed-forward part, or one
     for both. post_norms: norms behind these. factor: of what each part adds. inputs: an embedding of the token for this
@@ -181,6 +182,7 @@ class Layer:
     inputs: bool = False
     scales: Literal["", "the stream", "the addition"] = ""
     feeds: bool = True
+    mamba: Mamba | None = None
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,8 @@ def _arcee(keys: Keys) -> Description:
 
 def _mamba(keys: Keys) -> Mamba:
     groups = keys("ssm.group_count")
-    return Mamba(keys("ssm.time_step_rank"), groups, keys("ssm.inner_size"), keys("ssm.state_size"), groups)
+    return Mamba(keys("ssm.time_step_rank"), groups, keys("ssm.inner_size"), keys("ssm.state_size"),
+                 groups if keys.has("blk.0.ssm_norm") else 0)
 
 
 def _granite(keys: Keys) -> Description:
@@ -168,6 +169,11 @@ def _nemotron(keys: Keys) -> Description:
         return Layer(replace(_attention(keys), kv_heads=heads) if heads else _mamba(keys), feeds=False)
 
     return _description(keys, layer)
+
+
+def _falcon(keys: Keys) -> Description:
+    layer = Layer(_attention(keys, rotation=_rotation(keys)), mamba=_mamba(keys))
+    return _description(keys, lambda _: layer)
 
 
 def _cohere2(keys: Keys) -> Description:
@@ -300,6 +306,7 @@ _FAMILIES: dict[str, Callable[[Keys], Description]] = {
     "smollm3": _smollm3,
     **dict.fromkeys(("granite", "granitehybrid"), _granite),
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _nemotron),
+    "falcon-h1": _falcon,
     "cohere2": _cohere2,
     "olmo2": _olmo2,
     "mistral3": _mistral3,

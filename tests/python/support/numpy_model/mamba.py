@@ -11,7 +11,7 @@ from numpy_model.parts import rms, silu
 
 __all__ = ["mamba"]
 
-_TENSORS = ("conv1d.weight", "conv1d.bias", "dt.bias", "a", "d", "norm.weight")
+_TENSORS = ("conv1d.weight", "conv1d.bias", "dt.bias", "a", "d")
 
 _Model = tuple[Callable[[np.ndarray, str], np.ndarray], Callable[[str], np.ndarray]]
 
@@ -19,7 +19,8 @@ _Model = tuple[Callable[[np.ndarray, str], np.ndarray], Callable[[str], np.ndarr
 def mamba(kind: Mamba, block: str, x: np.ndarray, model: _Model, epsilon: float) -> np.ndarray:
     """What the layer adds. `model`: products with its matrices, and its tensors, both by name."""
     linear, tensor = model
-    tensors = {part: tensor(f"{block}ssm_{part}") for part in _TENSORS}
+    names = (*_TENSORS, "norm.weight") if kind.norm_groups else _TENSORS
+    tensors = {part: tensor(f"{block}ssm_{part}") for part in names}
     return linear(_inner(kind, linear(x, block + "ssm_in"), tensors, epsilon), block + "ssm_out")
 
 
@@ -39,8 +40,9 @@ def _inner(kind: Mamba, projected: np.ndarray, tensors: Mapping[str, np.ndarray]
     y = (y + x * tensors["d"] if kind.skips else y).reshape(count, inner)
     if kind.gate == "before the norm":
         y = y * silu(z)
-    weights = tensors["norm.weight"].reshape(kind.norm_groups, -1)
-    y = (rms(y.reshape(count, kind.norm_groups, -1), epsilon) * weights).reshape(count, inner)
+    if kind.norm_groups:
+        weights = tensors["norm.weight"].reshape(kind.norm_groups, -1)
+        y = (rms(y.reshape(count, kind.norm_groups, -1), epsilon) * weights).reshape(count, inner)
     return y * silu(z) if kind.gate == "after the norm" else y
 
 

@@ -122,9 +122,10 @@ class NumpyModel:
         block, before = f"blk.{number}.", x
         normed = x if layer.pre_norms == "none" else self._pre_norm(x, block + "attn_norm")
         if layer.mixer is not None:
-            mixed = (self._attention(number, layer.mixer, normed) if isinstance(layer.mixer, Attention) else
-                     self._delta(block, layer.mixer, normed) if isinstance(layer.mixer, Delta) else
-                     mamba(layer.mixer, block, normed, (self._linear, self._tensor), self.description.epsilon))
+            mixed = sum(self._attention(number, part, normed) if isinstance(part, Attention) else
+                        self._delta(block, part, normed) if isinstance(part, Delta) else
+                        mamba(part, block, normed, (self._linear, self._tensor), self.description.epsilon)
+                        for part in (layer.mixer, layer.mamba) if part is not None)
             x = x + layer.factor * (self._norm(mixed, block + "post_attention_norm") if layer.post_norms else mixed)
         if layer.feeds:
             if layer.pre_norms != "one":
@@ -164,7 +165,7 @@ class NumpyModel:
         return sum(parts[1:], x @ parts[0].T)
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
-        return rms(x, self.description.epsilon) * self._tensor(f"{name}.weight")
+        return rms(x, self.description.epsilon) * self._tensor(name if name in self._infos else f"{name}.weight")
 
     def _pre_norm(self, x: np.ndarray, name: str) -> np.ndarray:
         """In front of a part or of the output head."""
