@@ -298,6 +298,30 @@ void denseLayer(const LayerContext& context, const LayerSpec& layer) {
     else addPart(context, layer, RowInput::Hidden, down, w[f.downBias], layer.ffnPostNorm);
 }
 
+// x += latentUp(the weighted sum of the chosen experts of latentDown n) + the shared expert of n, n = norm(x)
+void latentExperts(const LayerContext& context, const ExpertFfnSpec& f, ExpertCall call) {
+    const ModelWeights& w = context.weights;
+    Operations& ops = context.ops;
+    const Weight &router = w[f.routing.router], &down = w[f.latentDown], &up = w[f.latentUp];
+    const SharedExpertSpec shared = f.shared.value_or(SharedExpertSpec());
+    const Weight &gate = f.shared ? w[shared.gate] : router, &also = f.shared ? w[shared.up] : router;
+    call.from = RowInput::ExpertLatents;
+    call.to = RowBuffer::ExpertLatents;
+    norm(context, call.routing.norm, {router, down, gate, also});
+    ops.linear(RowInput::Normed,
+               {{router, call.routing.bias, RowBuffer::RouterLogits}, {down, nullptr, RowBuffer::ExpertLatents}});
+    ops.takeRows({RowBuffer::ExpertLatents, 1, down.rows}, call.from, {call.gate.first, call.up.first});
+    ops.route(call);
+    if (f.shared) {
+        const Weight& sharedDown = w[shared.down];
+        ops.gatedLinear(RowInput::Normed, {gate, also, nullptr, nullptr, shared.activation}, sharedDown);
+        ops.addLinear(RowInput::Hidden, sharedDown, nullptr);
+    }
+    ops.experts(call);
+    ops.takeRows({RowBuffer::ExpertLatents, 1, up.cols}, call.from, {up});
+    ops.addLinear(call.from, up, nullptr);
+}
+
 // x += the weighted sum of the chosen experts, and of the shared one; beside a dense part, to SideOut instead. next:
 // the layer with experts that comes next in the same pass, or nullptr.
 void expertLayer(const LayerContext& context, const LayerSpec& layer, const LayerSpec* next) {
@@ -313,6 +337,7 @@ void expertLayer(const LayerContext& context, const LayerSpec& layer, const Laye
     const bool apart = context.spec.partsApart(layer);
     if (apart) call.to = layer.parallel ? RowBuffer::SideOut : RowBuffer::PartOut;
     if (next) call.next = routerOf(context, *next);
+    if (f.latentDown) return latentExperts(context, f, call);
     const Weight& router = w[f.routing.router];
     const Product logits{router, call.routing.bias, RowBuffer::RouterLogits};
     if (layer.parallel) {

@@ -341,10 +341,16 @@ LayerReader& LayerReader::experts(const ExpertParts& parts) {
     f.expertLayer = _model._expertLayers++;
     f.activation = parts.activation;
     readRouting(f.routing, parts);
+    const auto latent = [&](const char* name, int64_t cols, int64_t rows) {
+        return _model.matrix(_model._tensors.required(_block + name, {cols, rows}), WeightRole::Attention);
+    };
+    const int64_t width = _model._spec.embedding;
+    if (parts.latents) f.latentDown = latent("ffn_latent_down.weight", width, parts.latents);
     // No key needs to say how wide experts are: the tensor that leads back to the model's width does.
     f.hidden = _model._tensors.columns(_block + "ffn_down_exps.weight", kMaxHidden);
     readStacks(f, parts);
-    readStackBiases(f, parts.gated);
+    readStackBiases(f, parts.latents ? parts.latents : width, parts.gated);
+    if (parts.latents) f.latentUp = latent("ffn_latent_up.weight", parts.latents, width);
     _layer.experts = f;
     return *this;
 }
@@ -352,7 +358,7 @@ LayerReader& LayerReader::experts(const ExpertParts& parts) {
 // Gate and up, which newer files fuse, or up alone, and down; before them, the shared expert.
 void LayerReader::readStacks(ExpertFfnSpec& f, const ExpertParts& parts) {
     TensorFinder& tensors = _model._tensors;
-    const int64_t width = _model._spec.embedding, count = f.routing.count;
+    const int64_t width = parts.latents ? parts.latents : _model._spec.embedding, count = f.routing.count;
     const WeightSlice down = tensors.required(_block + "ffn_down_exps.weight", {f.hidden, width, count});
     std::vector<WeightSlice> stacks;
     if (parts.gated && tensors.has(_block + "ffn_gate_up_exps.weight")) {
@@ -376,9 +382,9 @@ void LayerReader::readStacks(ExpertFfnSpec& f, const ExpertParts& parts) {
     f.down = ids.back();
 }
 
-void LayerReader::readStackBiases(ExpertFfnSpec& f, bool gated) {
+void LayerReader::readStackBiases(ExpertFfnSpec& f, int64_t width, bool gated) {
     TensorFinder& tensors = _model._tensors;
-    const int64_t width = _model._spec.embedding, count = f.routing.count;
+    const int64_t count = f.routing.count;
     const WeightSlice fused = tensors.optionalFloats(_block + "ffn_gate_up_exps.bias", {2 * f.hidden, count});
     if (gated && fused) {
         f.gateBias = _model.vector(columnsOf(fused, 0, f.hidden));

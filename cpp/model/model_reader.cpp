@@ -284,15 +284,17 @@ ModelSpec ModelReader::finish() {
     for (const LayerSpec* layer : _spec.loadedLayers()) {
         const int mixers = int{layer->attention.has_value()} + layer->delta.has_value() + layer->mamba.has_value();
         const bool paired = mixers == 2 && sideBySide(*layer, _spec);
+        const bool latents = layer->experts && layer->experts->latentDown;
         const int feeds = int{layer->dense.has_value()} + layer->experts.has_value();
         const bool parallel = feeds == 2 && layer->parallel && layer->ffnPostNorm;
         const bool normed =
             !feeds || layer->ffnNorm || (layer->dense && !layer->experts && (!layer->oneNorm || layer->mixerNorm));
-        if ((mixers > 1 && !paired) || (feeds > 1 && !parallel) || mixers + feeds == 0 || !normed) {
+        const bool alone = !latents || (feeds == 1 && !_spec.partsApart(*layer));
+        if ((mixers > 1 && !paired) || (feeds > 1 && !parallel) || mixers + feeds == 0 || !normed || !alone) {
             throw Error(ErrorKind::Internal,
                         "the reader of '" + _spec.architecture +
-                            "' has made a layer with two mixers or two feed-forward parts, without any, or without a "
-                            "norm");
+                            "' has made a layer with two mixers or two feed-forward parts, without any, without a "
+                            "norm, or with latents that are not added to x as they are");
         }
     }
     if (_spec.normEpsilon < 0) _spec.normEpsilon = readEpsilon(_metadata, key(kRmsEpsilon));

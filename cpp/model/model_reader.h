@@ -70,6 +70,7 @@ struct ExpertParts {
     std::optional<Activation> sharedActivation;  // of the shared expert, if it is another
     bool gated = true;                           // the shared expert too
     bool choicesByToken = false;                 // ffn_gate_tid2eid names each token's experts
+    int64_t latents = 0;                         // elements of the rows that experts read; 0: they read whole ones
 };
 
 class ModelReader {
@@ -189,7 +190,7 @@ private:
     void readRouting(RoutingSpec& r, const ExpertParts& parts);
     VectorId floats(const std::string& name, const std::vector<int64_t>& shape);
     void readStacks(ExpertFfnSpec& f, const ExpertParts& parts);
-    void readStackBiases(ExpertFfnSpec& f, bool gated);
+    void readStackBiases(ExpertFfnSpec& f, int64_t width, bool gated);
     void sharedExpert(ExpertFfnSpec& f, const ExpertParts& parts);
 
     ModelReader& _model;

@@ -184,9 +184,12 @@ struct RoutingSpec {
     VectorId outputScale;   // [count]; may be absent
 };
 
+// With latents, experts read a row of lower rank and give one; the router and the shared expert read the whole row:
+// latentUp(experts(latentDown n)) + shared(n).
 struct ExpertFfnSpec {
     int32_t expertLayer = 0;  // this layer's number among those with experts
     int64_t hidden = 0;
+    MatrixId latentDown, latentUp;  // [embedding, rank], [rank, embedding]; absent: experts read the whole row
     RoutingSpec routing;
     Activation activation;
     StackId gate, up, down;

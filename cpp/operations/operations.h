@@ -29,10 +29,11 @@ enum class RowInput : uint8_t {
     Hidden,    // by gatedLinear()
     Joined,    // by joinDraft(): [rows, 2 * embedding]
     // By takeRows(), in latent attention and in attention with grouped outputs.
-    LowRank,       // [rows, rank of queries]
-    PlainQueries,  // [rows * heads, elements of a query that are not rotated]
-    HeadValues,    // [rows, heads * elements of a value]
-    Streams,       // by StreamOperations::norm(): [rows, streams * embedding]
+    LowRank,        // [rows, rank of queries]
+    PlainQueries,   // [rows * heads, elements of a query that are not rotated]
+    HeadValues,     // [rows, heads * elements of a value]
+    ExpertLatents,  // by takeRows(): what experts read, or their sum: [rows, rank of latents]
+    Streams,        // by StreamOperations::norm(): [rows, streams * embedding]
 };
 constexpr size_t kRowInputs = static_cast<size_t>(RowInput::Streams) + 1;
 
@@ -206,6 +207,7 @@ struct ExpertCall {
     const float *gateBias = nullptr, *upBias = nullptr, *downBias = nullptr;  // see ExpertFfnSpec
     HostBiases hostBiases = {};
     Activation activation = {};
+    RowInput from = RowInput::Normed;     // or ExpertLatents: what experts read, as wide as what they give
     RowBuffer to = RowBuffer::Residual;   // added to Residual; any other buffer is overwritten
     bool shared = false;                  // SharedOut holds a shared expert's output
     const float* sharedScale = nullptr;   // [embedding], of the shared expert; nullptr: it is added with the weight 1
@@ -311,9 +313,9 @@ public:
     // Each row chooses its experts by RouterLogits. The shared expert, if there is one, is computed between route() and
     // experts(): it reads Normed, and its output goes to SharedOut.
     virtual void route(const ExpertCall& call) = 0;
-    // call.to = sum over the chosen experts of weight * (down(activation(gate n, up n)) + downBias), n = Normed, summed
-    // by rank; then SharedOut times sigmoid(sharedScale . n). The sum is added to Residual, but replaces any other
-    // buffer. With weightsInput the experts read weight * n, and their answers have the weight 1.
+    // call.to = sum over the chosen experts of weight * (down(activation(gate n, up n)) + downBias), n = call.from,
+    // summed by rank; then SharedOut times sigmoid(sharedScale . n). The sum is added to Residual, but replaces any
+    // other buffer. With weightsInput the experts read weight * n, and their answers have the weight 1.
     virtual void experts(const ExpertCall& call) = 0;
 
     // What a prediction layer starts from. Joined row t = [norms[0](the table's row of token t), norms[1](n)], where n

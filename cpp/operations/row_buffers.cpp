@@ -39,7 +39,8 @@ int64_t RowBuffers::floats(RowBuffer buffer, const StepLimits& l) {
     case RowBuffer::RouterLogits: return rows * l.experts;
     case RowBuffer::Gate:
     case RowBuffer::Up: return std::max({rows * l.denseHidden, pairs * l.expertHidden, rows * l.sharedHidden});
-    case RowBuffer::ExpertOut: return pairs * l.embedding;
+    case RowBuffer::ExpertOut: return pairs * l.expertWidth();
+    case RowBuffer::ExpertLatents: return rows * l.expertLatents;
     case RowBuffer::SharedOut: return l.sharedHidden ? rows * l.embedding : 0;
     }
     return 0;

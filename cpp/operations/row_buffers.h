@@ -46,8 +46,9 @@ enum class RowBuffer : uint8_t {
     RouterLogits,
     Gate,  // one row for each row of the batch, or for each pair of a row and an expert that it chose
     Up,
-    ExpertOut,  // one row for each pair
-    SharedOut,  // the shared expert's output
+    ExpertOut,      // one row for each pair
+    ExpertLatents,  // the rows of lower rank that experts read, then their sum
+    SharedOut,      // the shared expert's output
 };
 constexpr int kRowBuffers = static_cast<int>(RowBuffer::SharedOut) + 1;
 

@@ -120,7 +120,10 @@ StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t
         if (layer->delta) addLimits(limits, *layer->delta);
         if (layer->mamba) addLimits(limits, *layer->mamba);
         if (layer->dense) limits.denseHidden = std::max(limits.denseHidden, layer->dense->hidden);
-        if (layer->experts) addLimits(limits, *layer->experts, number);
+        if (layer->experts) {
+            addLimits(limits, *layer->experts, number);
+            if (layer->experts->latentDown) limits.expertLatents = rowsOf(spec, layer->experts->latentDown);
+        }
         limits.partOuts |= spec.partsApart(*layer);
         limits.parallelParts |= layer->parallel.has_value();
         ++number;

@@ -37,6 +37,7 @@ struct StepLimits {
     // Layers with experts, in the order of ExpertFfnSpec::expertLayer: the layer's number in the model, its experts.
     std::vector<std::pair<int32_t, int32_t>> expertLayers;
     int64_t expertHidden = 0, sharedHidden = 0;  // sharedHidden: of the expert for every token
+    int64_t expertLatents = 0;                   // elements of the rows that experts read and give; 0: whole rows
     bool expertSlots = false;                    // experts are in Slots, perhaps with room for none
     int64_t gatedQueryWidth = 0;                 // queries and their gates; 0: no gates
     int64_t deltaChannels = 0, deltaWidth = 0;   // Gated DeltaNet: of q, k and v; of v
@@ -60,6 +61,7 @@ struct StepLimits {
     int32_t mostChosen(const IndexerSpec& indexer) const {
         return static_cast<int32_t>(std::min<int64_t>(indexer.topK, blocksOf(indexer.compressor.blockTokens)));
     }
+    int64_t expertWidth() const { return expertLatents ? expertLatents : embedding; }
     bool recurrent() const { return deltaHeads > 0 || mambaHeads > 0; }
     int32_t expertLayerCount() const { return static_cast<int32_t>(expertLayers.size()); }
 };

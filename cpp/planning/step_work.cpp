@@ -15,6 +15,8 @@ constexpr int64_t kOfLayerInput = 4;
 constexpr int64_t kOfLayerInputs = 4;
 // Of Mamba 2 beside attention: its first products, its step, the rows of the last product, and that.
 constexpr int64_t kOfSecondMixer = 4;
+// Of experts that read latents: the rows of these, twice, and the last product.
+constexpr int64_t kOfLatentExperts = 3;
 
 // Of streams, around each of a layer's two parts: their norm, its product, the part's input, and what they become.
 constexpr int64_t kOfStreams = 8;
@@ -57,7 +59,8 @@ int64_t rowKernels(const ModelSpec& spec) {
     for (const LayerSpec& layer : spec.layers) {
         count += (layer.parallel ? kOfParallelParts : 0) + (layer.layerInput ? kOfLayerInput : 0) +
                  (spec.streams ? kOfStreams : 0) + (layer.attention ? kernelsOf(*layer.attention) : 0) +
-                 (layer.attention && layer.mamba ? kOfSecondMixer : 0);
+                 (layer.attention && layer.mamba ? kOfSecondMixer : 0) +
+                 (layer.experts && layer.experts->latentDown ? kOfLatentExperts : 0);
     }
     return count;
 }

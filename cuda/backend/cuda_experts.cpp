@@ -103,7 +103,7 @@ void CudaExperts::computeResident(const ExpertCall& call) {
     forExactPairs(chosen(0), r, {call.gate, call.up, call.down}, [&](const Pairs& pairs) {
         hiddenOfPairs(call, {call.gate, call.up, call.down}, pairs, hidden);
         cuda::expertDownAdd(_pass.stream, hidden.from(pairs.begin()), pairs.rows, call.down, pairs.which,
-                            answerWeights(call, pairs.begin()), r.used, to + pairs.first * _pass.limits.embedding,
+                            answerWeights(call, pairs.begin()), r.used, to + pairs.first * call.down.first.rows,
                             sharedAnswer(call, pairs.first), answerTerms(call, pairs.begin()), pairs.groups, answers);
     });
 }
@@ -111,7 +111,7 @@ void CudaExperts::computeResident(const ExpertCall& call) {
 // activation(gate x, up x) of the pairs.
 void CudaExperts::hiddenOfPairs(const ExpertCall& call, const ExpertStacks& w, const Pairs& pairs,
                                 const Activations& hidden) {
-    const Activations& x = _pass.input(RowInput::Normed);
+    const Activations& x = _pass.input(call.from);
     const cuda::RowOutputs out = cuda::rowsFrom(hidden.exact, pairs.begin(), hidden.cols);
     if (w.gated() && w.gate.first.type == w.up.first.type)
         return cuda::expertGated(_pass.stream, x.from(pairs.first), pairs.rows, w.gate, w.up, pairs.which, pairs.used,
@@ -142,12 +142,11 @@ void CudaExperts::sendChoices(const ExpertCall& call) {
     _tickets.instructed = _pass.work->nextInstructed();
     _tickets.returned = _pass.work->nextReturned();
     // The router may read another form than the experts do.
-    const GpuScratch::Exact& normed = s.input(RowInput::Normed).exact;
     const cuda::RowOutputs read =
-        _pass.exactForms({call.gate.first, call.up.first}, normed, rows, _pass.limits.embedding);
+        _pass.exactForms({call.gate.first, call.up.first}, s.input(call.from).exact, rows, call.gate.first.cols);
     _cache.awaitFetchedAhead();
     cuda::sendExperts(_pass.stream, read, rows, r.used, chosen(0), _cache.tableOf(r.expertLayer), _tickets.foreseen,
-                      _pass.at<int32_t>(s.slot), _pass.at<cuda::DeviceOrders>(s.orders), mail.input,
+                      _pass.at<int32_t>(s.slot), _pass.at<cuda::DeviceOrders>(s.orders), mail.expertInput,
                       mail.choicesOf(r.expertLayer), mail.sent, _tickets.sent, r.weightsInput ? weights(0) : nullptr);
 }
 
@@ -181,7 +180,7 @@ void CudaExperts::computeInSlots(const ExpertCall& call) {
         });
     }
     cuda::combineAnswers(_pass.stream, out, mail.answers, slot, answerWeights(call, 0), rows, r.used,
-                         _pass.limits.embedding, mail.returned, _tickets.returned, _pass.floats(call.to),
+                         call.down.first.rows, mail.returned, _tickets.returned, _pass.floats(call.to),
                          sharedAnswer(call, 0), answerTerms(call, 0));
 }
 
@@ -211,7 +210,7 @@ void CudaExperts::computeByStack(const ExpertCall& call) {
                  *const out = _pass.floats(RowBuffer::ExpertOut), *const to = _pass.floats(call.to);
     cuda::ExpertGrouping made;
     const cuda::ExpertGroups groups = group(call, exactPairs, made);
-    const Activations& in = _pass.input(RowInput::Normed);
+    const Activations& in = _pass.input(call.from);
     stackProduct(in, call.gate, slots.gate, r, groups, true, gates);
     if (call.gated()) stackProduct(in, call.up, slots.up, r, groups, true, ups);
     const Activations& hidden = _pass.shape(RowInput::Hidden, {call.down.first}, call.down.first.cols, r.used);

@@ -43,10 +43,14 @@ void requireIndexer(const IndexerSpec& indexer) {
                                                             std::to_string(cuda::kMostIndexDim) + " are known");
 }
 
-void requireExperts(const ExpertFfnSpec& experts) {
+void requireExperts(const ExpertFfnSpec& experts, const ModelSpec& spec) {
     require(experts.routing.count <= cuda::kMostRouted, std::to_string(experts.routing.count) +
                                                             " experts a layer, where up to " +
                                                             std::to_string(cuda::kMostRouted) + " are known");
+    if (!experts.latentDown) return;
+    const int64_t latents = spec.weights[static_cast<size_t>(experts.latentDown.index)].slice().rows;
+    require(latents % 4 == 0,
+            "experts that read latents of " + std::to_string(latents) + " elements, which is no multiple of 4");
 }
 
 class CudaKind final : public DeviceKind {
@@ -65,7 +69,7 @@ public:
         require(spec.embedding % 4 == 0,
                 "a width of " + std::to_string(spec.embedding) + ", which is no multiple of 4");
         for (const LayerSpec* layer : spec.loadedLayers()) {
-            if (layer->experts) requireExperts(*layer->experts);
+            if (layer->experts) requireExperts(*layer->experts, spec);
             if (layer->attention) {
                 const AttentionSpec& a = *layer->attention;
                 if (a.latent) requireLatent(a);

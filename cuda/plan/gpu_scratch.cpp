@@ -213,6 +213,8 @@ void GpuScratch::takeFeed(const StepLimits& l) {
         return std::max({ofRows * l.denseHidden, ofPairs * l.expertHidden, ofRows * l.sharedHidden});
     };
     rows.take(_layout, l, RowBuffer::RouterLogits, RowBuffer::SharedOut);
+    if (const int64_t latents = l.expertLatents)
+        input(RowInput::ExpertLatents) = {takeExact(exactRows, latents), takeHalves(fastRows * latents, _splitRows)};
     Input& hidden = input(RowInput::Hidden);
     hidden.exact.floats = _layout.floats(widest(exactRows, exactPairs));
     hidden.exact.quantized = _layout.take(std::max({cuda::quantizedRowsBytes(exactRows, l.denseHidden),

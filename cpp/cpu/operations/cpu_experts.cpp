@@ -94,15 +94,15 @@ void CpuExperts::multiplyAsRead(std::vector<Job> jobs) {
 void CpuExperts::compute(const ExpertCall& call) {
     const CpuScratch& s = _work.scratch();
     const int64_t hidden = call.gate.first.rows, pairs = _work.rows() * call.routing.used;
-    const float* const normed = _work.floats(s.normed);
+    const float* const x = call.from == RowInput::Normed ? _work.floats(s.normed) : _work.at(RowBuffer::ExpertLatents);
     float *const gate = _work.at(RowBuffer::Gate), *const up = _work.at(RowBuffer::Up);
     const auto isQuantized = [](const MatrixStack& m) { return !info(m.first.type).isFloat; };
     cpu::QuantizedRows xQuant, hiddenQuant;
     std::vector<ExpertProduct> products{{call.gate, gate, 0}};
     if (call.gated()) products.push_back({call.up, up, 1});
     if (isQuantized(call.gate) || (call.gated() && isQuantized(call.up)))
-        xQuant = _work.quantize(normed, _work.rows(), call.gate.first.cols, s.quantized);
-    multiply(normed, xQuant, _routing.pairToken.data(), products);
+        xQuant = _work.quantize(x, _work.rows(), call.gate.first.cols, s.quantized);
+    multiply(x, xQuant, _routing.pairToken.data(), products);
     activate(call, gate, up);
     if (isQuantized(call.down)) hiddenQuant = _work.quantize(gate, pairs, hidden, s.quantizedHidden);
     std::vector<int32_t> own(static_cast<size_t>(pairs));

@@ -17,6 +17,7 @@ const float* CpuOperations::input(RowInput x) const {
     case RowInput::LowRank: return _work.at(RowBuffer::LowRankQueries);
     case RowInput::PlainQueries: return _work.floats(s.plainQueries);
     case RowInput::HeadValues: return _work.at(RowBuffer::HeadValues);
+    case RowInput::ExpertLatents: return _work.at(RowBuffer::ExpertLatents);
     case RowInput::Streams: return _work.floats(s.streams);
     }
     return nullptr;

@@ -38,11 +38,12 @@ HostExperts::HostExperts(ThreadPool& pool, const StepLimits& limits, int64_t row
       _maxPairs(limits.expertLayerCount() > 0 ? rows * limits.expertsUsed : 0),
       _maxHidden(limits.expertHidden) {
     ScratchLayout scratch;
-    _threadScratchBytes = Allocator::aligned(cpu::matmulScratchBytes(std::max(limits.embedding, limits.expertHidden)));
+    const int64_t width = limits.expertWidth();
+    _threadScratchBytes = Allocator::aligned(cpu::matmulScratchBytes(std::max(width, limits.expertHidden)));
     scratch.take(_threadScratchBytes * static_cast<size_t>(pool.threads()));
     const size_t gate = scratch.floats(_maxPairs * _maxHidden), up = scratch.floats(_maxPairs * _maxHidden);
     const size_t hidden = scratch.take(cpu::quantizedRowsBytes(_maxPairs, _maxHidden));
-    const size_t out = scratch.floats(_maxPairs * limits.embedding);
+    const size_t out = scratch.floats(_maxPairs * width);
     _scratch.reset(static_cast<uint8_t*>(::operator new(scratch.bytes(), std::align_val_t{64})));
     std::memset(_scratch.get(), 0, scratch.bytes());  // so that the system hands out the pages before the first step
     _gate = reinterpret_cast<float*>(_scratch.get() + gate);
@@ -58,14 +59,14 @@ HostExperts::HostExperts(ThreadPool& pool, const StepLimits& limits, int64_t row
 
 void HostExperts::requireFit(const ExpertStacks& file, const HostRows& x, int64_t rows, int32_t used) const {
     const auto& [gate, up, down] = file;
-    const int64_t embedding = x.cols, hidden = gate.first.rows;
+    const int64_t width = x.cols, hidden = gate.first.rows;
     require(rows >= 1 && rows <= _maxRows && used >= 1 && rows * used <= _maxPairs,
             "more choices than the mailbox has room for");
     const bool alike = (!file.gated() || up.count == gate.count) && down.count == gate.count;
     require(gate.count >= 1 && gate.count <= static_cast<int64_t>(_next.size()) && alike,
             "stacks with different numbers of experts, or with too many");
-    const bool fits = !file.gated() || up.first.cols == embedding;
-    require(gate.first.cols == embedding && fits && down.first.rows == embedding,
+    const bool fits = !file.gated() || up.first.cols == width;
+    require(gate.first.cols == width && fits && down.first.rows == width,
             "the experts' width differs from the mailbox rows'");
     const bool asWide = !file.gated() || up.first.rows == hidden;
     require(hidden >= 1 && hidden <= _maxHidden && asWide && down.first.cols == hidden,

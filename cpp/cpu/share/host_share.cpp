@@ -48,7 +48,7 @@ struct MailboxLayout {
           orders(parts.take(sizeof(ExpertOrders))),
           choices(parts.take(sizeof(int32_t) * static_cast<size_t>(Mailbox::kChoiceLists * limits.expertLayerCount() *
                                                                    expertPairs(limits, rows)))),
-          answers(parts.floats(expertPairs(limits, rows) * limits.embedding)) {}
+          answers(parts.floats(expertPairs(limits, rows) * limits.expertWidth())) {}
 };
 
 HostRows hostRows(void* floats, void* quantized, int64_t rows, int64_t cols) {
@@ -93,6 +93,7 @@ HostShare::HostShare(int threads, void* memory, const StepLimits& limits, int64_
     uint8_t* base = static_cast<uint8_t*>(memory);
     std::memset(base, 0, layout.parts.bytes());
     _mailbox.input = hostRows(base + layout.input, base + layout.inputQuantized, rows, limits.embedding);
+    _mailbox.expertInput = hostRows(base + layout.input, base + layout.inputQuantized, rows, limits.expertWidth());
     _mailbox.hidden = hostRows(base + layout.hidden, base + layout.hiddenQuantized, rows, limits.denseHidden);
     _mailbox.down = reinterpret_cast<float*>(base + layout.down);
     _mailbox.logits.floats = reinterpret_cast<float*>(base + layout.logits);
@@ -224,7 +225,7 @@ void HostShare::head(const Matrix& w, int64_t rows, int64_t begin, uint32_t afte
 
 void HostShare::experts(const HostExpertLayer& layer, int32_t expertLayer, int64_t rows, int32_t used, bool predicted,
                         bool weightsInput, MissPlan& plan, uint32_t after, uint32_t instructed, uint32_t ticket) {
-    _experts.requireFit(layer.file, _mailbox.input, rows, used);
+    _experts.requireFit(layer.file, _mailbox.expertInput, rows, used);
     require(expertLayer >= 0 && expertLayer < _expertLayers, "a layer of experts that the mailbox has no room for");
     const int32_t pairs = static_cast<int32_t>(rows * used);
     tellTurn(awaitSent(after), plan);
@@ -234,7 +235,7 @@ void HostShare::experts(const HostExpertLayer& layer, int32_t expertLayer, int64
     double seconds = 0;
     if (std::any_of(_ours.begin(), _ours.begin() + pairs, [](int32_t expert) { return expert >= 0; })) {
         const Clock::time_point start = Clock::now();
-        bytes = _experts.compute(layer, _mailbox.input, rows, used, _ours.data(),
+        bytes = _experts.compute(layer, _mailbox.expertInput, rows, used, _ours.data(),
                                  weightsInput ? _weight.data() : nullptr, _mailbox.answers);
         giveBack(ticket);
         seconds = std::chrono::duration<double>(Clock::now() - start).count();

@@ -27,10 +27,11 @@ namespace sharpi {
 
 struct Mailbox {
     HostRows input;                  // [rows, embedding]: a layer's normalized rows, from the GPU
+    HostRows expertInput;            // in the same place, of a layer with experts: [rows, what experts read]
     HostRows hidden;                 // [rows, hidden]: each processor writes its columns
     float* down = nullptr;           // [rows, count]: what the CPU adds to the last `count` columns of x
     HostRows logits;                 // [StepLimits::headRows, vocab], as floats: the CPU writes its columns
-    float* answers = nullptr;        // [rows * used, embedding]: the answer of each pair that the CPU computes
+    float* answers = nullptr;        // [rows * used, what experts give]: of each pair that the CPU computes
     ExpertOrders* orders = nullptr;  // what the GPU should fetch
     uint32_t* sent = nullptr;        // the GPU's counter
     uint32_t* instructed = nullptr;  // the CPU's counter of orders

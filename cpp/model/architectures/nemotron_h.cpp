@@ -1,6 +1,6 @@
-// Nemotron-H and Nemotron 3 Nano: a layer is Mamba 2, attention without positions, or a feed-forward part. The latter
-// has no gate, and squared ReLU; in mixtures it has experts, and one that every token takes.
-#include "core/error.h"
+// Nemotron-H and Nemotron 3: a layer is Mamba 2, attention without positions, or a feed-forward part. The latter has no
+// gate, and squared ReLU; in mixtures it has experts, and one that every token takes. Those of Nemotron 3 Super read
+// latents.
 #include "model/architecture.h"
 
 namespace sharpi {
@@ -10,12 +10,6 @@ namespace {
 constexpr Activation kReluSquared{ActivationKind::ReluSquared, 0};
 
 void read(ModelReader& model) {
-    const std::string latent = model.key("moe_latent_size");
-    if (model.metadata().integerOr(latent, 0, INT32_MAX, 0) > 0) {
-        throw Error(ErrorKind::BadModel, "metadata key '" + latent +
-                                             "' says that experts read a latent row, as in Nemotron 3 Super, which is "
-                                             "not supported yet");
-    }
     DenseParts dense;
     dense.activation = kReluSquared;
     dense.gated = false;
@@ -24,6 +18,7 @@ void read(ModelReader& model) {
     experts.gated = false;
     experts.gating = Gating::Sigmoid;
     experts.shared = ExpertParts::Shared::Plain;
+    experts.latents = model.metadata().integerOr(model.key("moe_latent_size"), 0, model.spec().embedding, 0);
     const std::string hidden = model.key("feed_forward_length");
     for (int64_t i = 0; i < model.layers(); ++i) {
         LayerReader layer = model.layer();

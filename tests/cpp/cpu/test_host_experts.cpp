@@ -67,6 +67,27 @@ TEST(HostExperts, WithBiasesOtherActivationsAndWeightedInputs) {
     }
 }
 
+// Latents: the rows of the model are wider than those that experts read and give.
+TEST(HostExperts, MayReadNarrowerRowsThanTheModelHas) {
+    std::mt19937 random(sharpi::testSeed(37));
+    for (const Shape& shape : kShapes) {
+        if (shape.experts == 1) continue;
+        for (const int64_t rows : {1, 5}) {
+            SCOPED_TRACE(nameOf(shape) + ", " + std::to_string(rows) + " rows");
+            StepLimits limits = limitsOf({shape}, 1);
+            limits.expertLatents = shape.embedding;
+            limits.embedding = shape.embedding + 96;
+            const Layer layer(shape, rows, Routing::Random, kNothingThere, random);
+            Desk desk(limits, 2, [] { return false; });
+            EXPECT_EQ(desk.mailbox().input.cols, shape.embedding + 96);
+            desk.beginStep();
+            desk.pass(layer, 0);
+            desk.expectAnswers(layer);
+            if (HasFailure()) return;
+        }
+    }
+}
+
 TEST(HostExperts, OfEveryType) {
     std::mt19937 random(sharpi::testSeed(31));
     std::vector<DType> types = reference::quantizedTypes();

@@ -82,6 +82,8 @@ void expectFeedForward(const tiny::Options& o, const LayerSpec& layer, int64_t n
         EXPECT_EQ(layer.experts->routing.gating == Gating::Sigmoid, arch.sigmoids || o.architecture == "llama4");
         EXPECT_EQ(bool(layer.experts->routing.choiceBias), arch.sigmoids);
         EXPECT_EQ(layer.experts->hidden, o.hidden);
+        EXPECT_EQ(bool(layer.experts->latentDown), o.expertLatents > 0);
+        EXPECT_EQ(bool(layer.experts->latentUp), o.expertLatents > 0);
         EXPECT_EQ(layer.experts->shared.has_value(), arch.hybrid || arch.plainShared);
     } else {
         EXPECT_EQ(layer.dense->hidden, o.hidden);
@@ -439,8 +441,12 @@ TEST(ModelSpec, MambaNamesWhatIsWrong) {
     EXPECT_FALSE(beside.spec().layers[1].mamba->norm);
     beside.reshape("blk.0.ssm_norm.weight", {96, 1});
     expectBadModel("'blk.0.ssm_norm.weight' has shape", [&] { beside.spec(); });
-    expectSpoiled(tiny::mambas()[2], "experts read a latent row",
-                  [](tiny::Model& m) { m.metadata["nemotron_h_moe.moe_latent_size"] = int64_t{32}; });
+    const std::string latents = "nemotron_h_moe.moe_latent_size";
+    expectSpoiled(tiny::mambas()[2], "ffn_latent_down.weight' is missing",
+                  [&](tiny::Model& m) { m.metadata[latents] = int64_t{32}; });
+    expectSpoiled(tiny::mambas()[4], "ffn_down_exps.weight' has shape",
+                  [&](tiny::Model& m) { m.metadata.erase(latents); });
+    expectSpoiled(tiny::mambas()[4], "'" + latents + "'", [&](tiny::Model& m) { m.metadata[latents] = int64_t{65}; });
     // A layer whose heads of keys are 0 has no attention.
     expectSpoiled(o, "'blk.1.ssm_in.weight' is missing", [&](tiny::Model& m) {
         m.metadata["granitehybrid.attention.head_count_kv"] = std::vector<double>{0, 0, 0};

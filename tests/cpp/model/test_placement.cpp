@@ -203,9 +203,9 @@ TEST(PlacementOf, EveryByteIsInOneRange) {
                 const TensorInfo& t = model.tensors[i];
                 const Home where = homeOf(model, homes, i);
                 (where == Home::Vram ? vram : where == Home::Direct ? direct : slots) += t.bytes;
-                const bool feedForward = t.name.find("ffn_") != std::string::npos &&
-                                         t.name.find("inp") == std::string::npos &&
-                                         t.name.find("shexp") == std::string::npos;
+                const bool feedForward =
+                    t.name.find("ffn_") != std::string::npos && t.name.find("inp") == std::string::npos &&
+                    t.name.find("latent") == std::string::npos && t.name.find("shexp") == std::string::npos;
                 const bool head = t.name == (o.tied ? "token_embd.weight" : "output.weight");
                 if (where == Home::Direct && (feedForward || head)) {
                     // A tensor that is gate and up gives rows of both.

@@ -248,7 +248,14 @@ std::vector<Part> ofFeed(const GpuScratch& s, const StepLimits& l) {
         {"hiddenQuant", input(s, RowInput::Hidden).exact.quantized, forms},
         {"hiddenHi", input(s, RowInput::Hidden).fast.hi, kHalf * widest(s.fastRows)},
         {"hiddenLo", input(s, RowInput::Hidden).fast.lo, split * kHalf * widest(s.fastRows)},
-        {"expertOut", s.rows[RowBuffer::ExpertOut], kFloat * l.maxRows * used * l.embedding},
+        {"expertOut", s.rows[RowBuffer::ExpertOut],
+         kFloat * l.maxRows * used * (l.expertLatents ? l.expertLatents : l.embedding)},
+        {"latents", s.rows[RowBuffer::ExpertLatents], kFloat * l.maxRows * l.expertLatents},
+        {"latentsIn", input(s, RowInput::ExpertLatents).exact.floats, kFloat * s.exactRows * l.expertLatents},
+        {"latentsQuant", input(s, RowInput::ExpertLatents).exact.quantized,
+         l.expertLatents ? quantized(s.exactRows, l.expertLatents) : 0},
+        {"latentsHi", input(s, RowInput::ExpertLatents).fast.hi, kHalf * s.fastRows * l.expertLatents},
+        {"latentsLo", input(s, RowInput::ExpertLatents).fast.lo, split * kHalf * s.fastRows * l.expertLatents},
         {"sharedOut", s.rows[RowBuffer::SharedOut], l.sharedHidden ? kFloat * l.maxRows * l.embedding : 0},
     };
 }
@@ -290,6 +297,7 @@ StepLimits hybrid(int64_t rows) {
     l.deltaDim = 64, l.deltaHeads = 8, l.deltaWidth = 512, l.deltaChannels = 512 + 2 * 256, l.deltaConvWidth = 4;
     l.drafts = true;
     l.floatWeights = true;
+    l.expertLatents = 96;
     return l;
 }
 

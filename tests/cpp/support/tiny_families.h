@@ -147,9 +147,10 @@ struct Options {
     int64_t mambaDim =
         24;  // the size of a head of Mamba 2, which has keyHeads groups, valueHeads heads, deltaDim states
     bool fusedQkv = false, fusedExperts = false, biases = false, tied = false;
-    int64_t layerInputs = 0;  // the width of per-layer embeddings
-    int64_t sharedKv = 0;     // the last layers without keys and values
-    int64_t denseEvery = 0;   // n: of n layers of a mixture, all but the last are dense
+    int64_t expertLatents = 0;  // elements of the rows that experts read, if they read latents
+    int64_t layerInputs = 0;    // the width of per-layer embeddings
+    int64_t sharedKv = 0;       // the last layers without keys and values
+    int64_t denseEvery = 0;     // n: of n layers of a mixture, all but the last are dense
     // Latent attention: head sizes are headDim, of rotated elements, and those of the plain ones and of values.
     int64_t queryRank = 64, latentRank = 32, plainDim = 32, valueDim = 24;  // queryRank: 0: queries come from x
     bool joinedUp = false;   // keys' and values' matrices of all heads are one, as in files from before mid-2025
@@ -157,7 +158,8 @@ struct Options {
     unsigned seed = 1;
 };
 
-// Mamba 2: a mixture with shared experts, layers of one part, such layers with experts, and attention beside it.
+// Mamba 2: a mixture with shared experts, layers of one part, such layers with experts, attention beside it, and
+// experts that read latents.
 inline std::vector<Options> mambas() {
     Options granite;
     granite.seed = 500;
@@ -182,7 +184,11 @@ inline std::vector<Options> mambas() {
     Options beside;
     beside.seed = 503;
     beside.architecture = "falcon-h1";
-    return {granite, dense, mixture, beside};
+    Options latents = mixture;
+    latents.seed = 504;
+    latents.matrices = DType::Q8_0;
+    latents.expertLatents = 32;
+    return {granite, dense, mixture, beside, latents};
 }
 
 }  // namespace tiny

@@ -215,6 +215,7 @@ private:
         metadata[key("attention.head_count_kv")] = kvHeads;
         metadata[key("feed_forward_length")] = hidden;
         metadata[key("expert_shared_feed_forward_length")] = o.hidden;
+        if (o.expertLatents) metadata[key("moe_latent_size")] = o.expertLatents;
         metadata[key("ssm.group_count")] = o.keyHeads;
         metadata[key("ssm.time_step_rank")] = o.valueHeads;
         metadata[key("ssm.state_size")] = o.deltaDim;
@@ -360,13 +361,18 @@ private:
         if (dense) return;
         add(block + "ffn_gate_inp.weight", DType::F32, {o.embedding, o.experts});
         if (f.sigmoids) add(block + "exp_probs_b.bias", DType::F32, {o.experts});
-        if (o.fusedExperts) {
-            add(block + "ffn_gate_up_exps.weight", nextType(), {o.embedding, 2 * o.hidden, o.experts});
-        } else {
-            if (f.gated) add(block + "ffn_gate_exps.weight", nextType(), {o.embedding, o.hidden, o.experts});
-            add(block + "ffn_up_exps.weight", nextType(), {o.embedding, o.hidden, o.experts});
+        const int64_t width = o.expertLatents ? o.expertLatents : o.embedding;
+        if (o.expertLatents) {
+            add(block + "ffn_latent_down.weight", o.matrices, {o.embedding, width});
+            add(block + "ffn_latent_up.weight", o.matrices, {width, o.embedding});
         }
-        add(block + "ffn_down_exps.weight", nextType(), {o.hidden, o.embedding, o.experts});
+        if (o.fusedExperts) {
+            add(block + "ffn_gate_up_exps.weight", nextType(), {width, 2 * o.hidden, o.experts});
+        } else {
+            if (f.gated) add(block + "ffn_gate_exps.weight", nextType(), {width, o.hidden, o.experts});
+            add(block + "ffn_up_exps.weight", nextType(), {width, o.hidden, o.experts});
+        }
+        add(block + "ffn_down_exps.weight", nextType(), {o.hidden, width, o.experts});
         if (f.sinks) {
             add(block + "ffn_gate_inp.bias", DType::F32, {o.experts});
             if (o.fusedExperts) add(block + "ffn_gate_up_exps.bias", DType::F32, {2 * o.hidden, o.experts});
@@ -444,7 +450,7 @@ inline std::vector<Options> gpuHybrids() {
     return all;
 }
 
-// Models that only the CPU runs: heads that do not fill a vector, and a longer convolution.
+// Models that only the CPU runs: heads and latents that do not fill a vector, and a longer convolution.
 inline std::vector<Options> cpuHybrids() {
     Options heads = gpuHybrids()[1];
     heads.deltaDim = 20;
@@ -453,7 +459,10 @@ inline std::vector<Options> cpuHybrids() {
     Options mambaHeads = mambas()[1], mambaConvolution = mambas()[1];
     mambaHeads.mambaDim = 18;
     mambaConvolution.convWidth = 5;
-    return {heads, convolution, mambaHeads, mambaConvolution};
+    Options latents = mambas()[4];
+    latents.matrices = DType::F32;
+    latents.expertLatents = 30;
+    return {heads, convolution, mambaHeads, mambaConvolution, latents};
 }
 
 inline std::vector<Options> hybrids() {

@@ -173,6 +173,16 @@ inline std::vector<Variation> variations(DType matrices = DType::Q8_0) {
         m.setActivation(clamped);
         m.forRouting([](int32_t, ExpertFfnSpec& f) { f.routing.weightsInput = true; });
     });
+    Options latents = mambas().back();
+    latents.experts = 8;
+    latents.used = 3;
+    add("experts that read latents", latents, [](VariedModel&) {});
+    latents.mixed = mixed.mixed;
+    add("experts that read latents, biases", latents, [&](VariedModel& m) {
+        m.forRouting([&](int32_t layer, ExpertFfnSpec& f) {
+            f.downBias = m.addVector(layer, "ffn_down_exps.bias", f.routing.count * 32);
+        });
+    });
     add("shared expert without a gate", shared, [&](VariedModel& m) {
         m.forLayers([&](int32_t, LayerSpec& of) {
             if (of.experts) of.experts->shared->up = {};

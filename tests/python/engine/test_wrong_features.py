@@ -325,6 +325,11 @@ WRONG: dict[str, dict[str, Change]] = {
         "factor of weights off": experts_with(factor=1.0),
         "shared expert off": experts_with(shared=""),
     },
+    "nemotron_h_moe-latents": {
+        "shared expert off": experts_with(shared=""),
+        "ReLU for its square": layers_with(activation=Activation("relu")),
+        "factor of weights off": experts_with(factor=1.0),
+    },
     "qwen3next": {
         "heads grouped otherwise": delta_with(grouped=False),
         "weights not normalized": experts_with(normalized=False),

@@ -38,7 +38,7 @@ from sharpi.errors import OutOfMemoryError
 pytestmark = pytest.mark.gpu
 
 NAMES = ("qwen35", "qwen35moe")
-MAMBAS = ("falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+MAMBAS = ("falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe", "nemotron_h_moe-latents")
 CUT = (*NAMES, "qwen3next", *MAMBAS)
 # And those that have something of their own for each layer: embeddings, biases of experts, weights on their inputs.
 PLACED = (*CUT, "gemma4-e", "gpt-oss", "llama4")

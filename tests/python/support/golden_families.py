@@ -145,14 +145,19 @@ def _dense(hidden: int = _HIDDEN, suffix: str = "", *, gated: bool = True) -> _D
 
 
 def _experts(count: int, width: int = _EXPERT, *, fused: bool = False, router: float = 2.0, inner: float = 1.0,
-             shared: int = 0, bias: float = 0.0, gated: bool = True) -> _Draws:
-    """`shared`: how wide the expert is that all tokens use. `bias`: how much the choice's spreads."""
+             shared: int = 0, bias: float = 0.0, gated: bool = True, latents: int = 0) -> _Draws:
+    """`shared`: how wide the expert is that all tokens use. `bias`: how much the choice's spreads. `latents`: how wide
+    the rows are that the others read."""
     yield _matrix("ffn_gate_inp", count, WIDTH, gain=router)
     if bias:
         yield _vector("exp_probs_b.bias", count, center=0.0, spread=bias)
+    outer = latents or WIDTH
+    if latents:
+        yield _matrix("ffn_latent_down", latents, WIDTH)
+        yield _matrix("ffn_latent_up", WIDTH, latents)
     for part in ("gate_up",) if fused else ("gate", "up") if gated else ("up",):
-        yield _matrix(f"ffn_{part}_exps", count, 2 * width if fused else width, WIDTH, gain=inner)
-    yield _matrix("ffn_down_exps", count, WIDTH, width, gain=3.0)
+        yield _matrix(f"ffn_{part}_exps", count, 2 * width if fused else width, outer, gain=inner)
+    yield _matrix("ffn_down_exps", count, outer, width, gain=3.0)
     if shared:
         yield from _dense(shared, "_shexp", gated=gated)
 
@@ -526,7 +531,7 @@ def _falcon(digest: str) -> Family:
     return Family("falcon-h1", digest, keys, layer, maker="")
 
 
-def _nemotron(digest: str, *, experts: int) -> Family:
+def _nemotron(digest: str, *, experts: int, latents: int = 0) -> Family:
     """A layer is one of three: Mamba 2, attention, or a feed-forward part."""
     heads, mamba, shared, parts = _Heads(8, 2, 32), _Mamba(384, 12), 128, "MFM*FM"
 
@@ -537,7 +542,7 @@ def _nemotron(digest: str, *, experts: int) -> Family:
         elif parts[number] == "*":
             yield from _attention(heads)
         elif experts:
-            yield from _experts(experts, shared=shared, bias=0.3, gated=False)
+            yield from _experts(experts, shared=shared, bias=0.3, gated=False, latents=latents)
         else:
             yield from _dense(gated=False)
 
@@ -546,9 +551,12 @@ def _nemotron(digest: str, *, experts: int) -> Family:
         "feed_forward_length": [_HIDDEN if part == "F" else 0 for part in parts]}
     if not experts:
         return Family("nemotron_h", digest, keys, layer, maker="")
+    maker = Family.maker
+    if latents:
+        keys, maker = keys | {"moe_latent_size": latents}, ""
     return Family("nemotron_h_moe", digest, keys | _expert_keys(experts, 4) | {
         "expert_shared_feed_forward_length": shared, "expert_shared_count": 1, "expert_weights_norm": True,
-        "expert_weights_scale": 2.5, "expert_gating_func": 2}, layer)
+        "expert_weights_scale": 2.5, "expert_gating_func": 2}, layer, maker=maker)
 
 
 _DEEPSEEK_YARN = _yarn_keys(40.0, 64) | {"rope.scaling.yarn_log_multiplier": 0.1}
@@ -583,4 +591,5 @@ FAMILIES = {
     "falcon-h1": _falcon("f49b26d15802234d"),
     "nemotron_h": _nemotron("de89e111d4dde434", experts=0),
     "nemotron_h_moe": _nemotron("b2ddfbb8cb8dbd68", experts=16),
+    "nemotron_h_moe-latents": _nemotron("202cb45ae158b554", experts=16, latents=64),
 }

@@ -284,7 +284,9 @@ struct Desk {
     PlayedPlan plan;
 
     Desk(const std::vector<Shape>& shapes, size_t layers, int threads, std::function<bool()> waiting)
-        : limits(limitsOf(shapes, layers)),
+        : Desk(limitsOf(shapes, layers), threads, std::move(waiting)) {}
+    Desk(const StepLimits& wanted, int threads, std::function<bool()> waiting)
+        : limits(wanted),
           memory(poisoned(HostShare::mailboxBytes(limits, kMostRows))),
           share(threads, memory.get(), limits, kMostRows, std::move(waiting)) {
         poison();
@@ -302,7 +304,7 @@ struct Desk {
                         static_cast<int16_t>(-7777));
         }
         std::fill_n(box.down, kMostRows * box.input.cols, kPoison);
-        std::fill_n(box.answers, mostPairs() * box.input.cols, kPoison);
+        std::fill_n(box.answers, mostPairs() * limits.expertWidth(), kPoison);
     }
     void poisonChoices() const {
         for (int32_t layer = 0; layer < limits.expertLayerCount(); ++layer) {
@@ -311,6 +313,7 @@ struct Desk {
             std::fill_n(to.weight, mostPairs(), kPoison);
         }
     }
+    const HostRows& inputOf(const Layer& layer) const { return layer.dense ? mailbox().input : mailbox().expertInput; }
     // What the GPU sends. It sends rows only if something is missed.
     void give(const Layer& layer, int32_t number) const {
         const Mailbox& box = mailbox();
@@ -322,19 +325,20 @@ struct Desk {
             if (layer.predicts()) std::copy(layer.predicted.begin(), layer.predicted.end(), to.predicted);
             if (!layer.anyMissed()) return;
         }
+        const HostRows& to = inputOf(layer);
         for (int64_t t = 0; t < layer.rows(); ++t) {
             const Row& row = layer.input[static_cast<size_t>(t)];
-            const int64_t blocks = box.input.cols / 32;
-            std::copy(row.floats.begin(), row.floats.end(), box.input.floats + t * box.input.cols);
-            if (!box.input.q) continue;
-            std::copy_n(row.quantized.q, box.input.cols, box.input.q + t * box.input.qStride);
-            std::copy_n(row.quantized.scale, blocks, box.input.scale + t * (box.input.qStride / 32));
-            std::copy_n(row.quantized.sums, 2 * blocks, box.input.sums + t * (box.input.qStride / 16));
+            const int64_t blocks = to.cols / 32;
+            std::copy(row.floats.begin(), row.floats.end(), to.floats + t * to.cols);
+            if (!to.q) continue;
+            std::copy_n(row.quantized.q, to.cols, to.q + t * to.qStride);
+            std::copy_n(row.quantized.scale, blocks, to.scale + t * (to.qStride / 32));
+            std::copy_n(row.quantized.sums, 2 * blocks, to.sums + t * (to.qStride / 16));
         }
     }
     void expectAnswers(const Layer& layer) const {
         const float* got = layer.dense ? mailbox().down : mailbox().answers;
-        const auto width = static_cast<size_t>(mailbox().input.cols);
+        const auto width = static_cast<size_t>(inputOf(layer).cols);
         for (size_t p = 0; p < layer.chosen.size(); ++p) {
             const bool ours = layer.dense || layer.ours.count(layer.chosen[p]);
             for (size_t i = 0; i < width; ++i) {
@@ -347,7 +351,7 @@ struct Desk {
     void expectUntouched() const {
         const float* answers = mailbox().answers;
         EXPECT_TRUE(
-            std::all_of(answers, answers + mostPairs() * mailbox().input.cols, [](float v) { return v == kPoison; }));
+            std::all_of(answers, answers + mostPairs() * limits.expertWidth(), [](float v) { return v == kPoison; }));
         EXPECT_EQ(*mailbox().returned, 0u);
     }
     void beginStep() {

@@ -143,7 +143,7 @@ class Experts:
     stream (or its norm) is scaled to a length of 1, and by `ffn_gate_inp.scale`. scaled: an expert's output has a
     factor of its own. shared: an expert that all tokens use, with or without a gate. biased: a bias is added to scores
     for the choice alone. groups: how many there are, and how many of them, by the sum of their two best scores, experts
-    are chosen from. factor: of the weights.
+    are chosen from. factor: of the weights. latents: routed experts read a row of lower rank, and their sum is one.
     """
 
     count: int
@@ -157,6 +157,7 @@ class Experts:
     biased: bool = False
     groups: tuple[int, int] = (1, 1)
     factor: float = 1.0
+    latents: bool = False
 
 
 @dataclass(frozen=True)

@@ -161,6 +161,8 @@ def _granite(keys: Keys) -> Description:
 def _nemotron(keys: Keys) -> Description:
     """A layer is one part, behind the one norm that it has."""
     experts = _mixture(keys, "sigmoid") if keys("expert_count", 0) else None
+    if keys("moe_latent_size", 0):
+        experts = replace(experts, latents=True)
 
     def layer(number: int) -> Layer:
         heads = keys.at("attention.head_count_kv", number)

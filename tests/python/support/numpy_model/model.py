@@ -296,7 +296,8 @@ class NumpyModel:
 
     def _experts(self, block: str, layer: Layer, kind: Experts, x: np.ndarray, normed: np.ndarray) -> np.ndarray:
         weights = self._weights(block, kind, self._routed(block, kind, x, normed))
-        result = np.zeros_like(x)
+        read = self._linear(normed, block + "ffn_latent_down") if kind.latents else normed
+        result = np.zeros_like(read)
         for expert in range(kind.count):
             rows = np.flatnonzero(weights[:, expert])
             if not rows.size:
@@ -305,7 +306,9 @@ class NumpyModel:
             before, after = (weight, 1.0) if kind.weighs == "input" else (1.0, weight)
             if kind.scaled:
                 after = after * self._tensor(block + "ffn_down_exps.scale")[expert]
-            result[rows] += after * self._dense(block, layer, before * normed[rows], "_exps", expert)
+            result[rows] += after * self._dense(block, layer, before * read[rows], "_exps", expert)
+        if kind.latents:
+            result = self._linear(result, block + "ffn_latent_up")
         if kind.shared:
             gate = self._tensor(block + "ffn_gate_inp_shexp.weight") if kind.shared == "gated" else None
             share = 1.0 if gate is None else sigmoid(normed @ gate)[:, None]
