@@ -1,11 +1,15 @@
-// DeepSeek V4 on the CPU, on a small random model: what plans count of its caches, and what its metadata may say.
+// DeepSeek V4 on the CPU, on a small random model: what plans count of its caches, what its metadata may say, and many
+// texts in one batch.
 #include <gtest/gtest.h>
 
 #include "core/error.h"
 #include "cpu/cpu_kind.h"
 #include "planning/memory_plan.h"
 #include "planning/step_work.h"
+#include "seed.h"
 #include "tiny_blocks.h"
+#include "tiny_engine.h"
+#include "together.h"
 
 namespace {
 
@@ -47,6 +51,35 @@ TEST(BlockModels, AClampOfZeroIsNone) {
     EXPECT_EQ(plain.layers[0].experts->activation.kind, ActivationKind::Silu);
     EXPECT_EQ(plain.layers[0].experts->shared->activation.kind, ActivationKind::Silu);
     EXPECT_THROW(clamps(-1), Error);
+}
+
+// Batches of one row of each of 64 texts, and of a few rows of some. Most texts end beyond the window and more blocks
+// of 4 than are chosen, some beyond a block of 128.
+TEST(BlockModels, SixtyFourTextsInABatchAreThoseAlone) {
+    constexpr size_t kTexts = 64, kMost = 64;
+    tiny::BlockOptions few;
+    few.topK = 3;
+    const tiny::BlockModel model(few);
+    const int64_t vocab = model.options().vocab;
+    std::mt19937 random(testSeed(1));
+    Session session(tiny::makeEngine(model, 192, kMost, 1));
+    tiny::Together<CpuBackend> all(model, kMost, 192, KvType::BF16, kTexts, 2);
+    for (size_t s = 0; s < kTexts; ++s) {
+        const auto length = static_cast<int64_t>((s % 16 ? 18 : 130) + random() % 8);
+        const auto text = tiny::randomTokens(length, vocab, static_cast<unsigned>(random()));
+        session.reset();
+        all.add(text, tiny::evaluate(session, text, vocab));
+    }
+    while (!all.finished()) {
+        std::vector<size_t> counts;
+        for (size_t s = 0; s < kTexts; ++s) counts.push_back(std::min<size_t>(all.left(s), 1));
+        if (random() % 2) counts = all.draw(random, 1 + random() % kMost);
+        all.run(counts, random() % 2 ? RowKind::Decode : RowKind::Prompt);
+    }
+    for (size_t s = 0; s < kTexts; ++s) {
+        tiny::expectMeaningful(all.got[s], vocab);
+        EXPECT_TRUE(tiny::sameBits(all.alone[s], all.got[s])) << "text " << s;
+    }
 }
 
 }  // namespace

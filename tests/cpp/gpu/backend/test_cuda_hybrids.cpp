@@ -8,7 +8,7 @@
 #include "backend/cuda_backend.h"
 #include "engine_test.h"
 #include "state_marks.h"
-#include "tiny_pass.h"
+#include "together.h"
 
 namespace sharpi::cuda {
 namespace {
@@ -21,6 +21,12 @@ constexpr double kNear = 3e-4;
 
 class CudaHybrids : public EngineTest {
 protected:
+    // The GPU with two threads for what the CPU computes.
+    struct Together : tiny::Together<CudaBackend> {
+        Together(const tiny::Model& model, int64_t rows, int64_t context, KvType type, int32_t states)
+            : tiny::Together<CudaBackend>(model, rows, context, type, states, 0, size_t{0}, 2) {}
+    };
+
     // With experts it is for the median over rows, because any rounding can choose another of two nearly equal experts,
     // which changes a row a lot. A wrong state changes all rows after it.
     static void expectNear(const std::vector<float>& got, const std::vector<float>& expected, const tiny::Model& model,
@@ -41,57 +47,6 @@ protected:
     }
 };
 
-// Texts that share passes, a few rows of each at a time, and the logits of each when the CPU computes it alone.
-struct Together {
-    // states: one for each text, and one more for each text that continues in a batch in which others begin.
-    Together(const tiny::Model& model, int64_t rows, int64_t context, KvType type, int32_t states)
-        : pass(model, rows, context, type, 64, 0, size_t{0}, 2), vocab(static_cast<size_t>(model.options().vocab)) {
-        const int64_t pages = (context + KvCache::kPageTokens - 1) / KvCache::kPageTokens;
-        pass.kv = KvCache(pass.backend.allocator(), kvShapes(pass.spec), type, states * pages * KvCache::kPageTokens,
-                          RecurrentState(pass.backend.allocator(), recurrentShapes(pass.spec), states));
-    }
-    void add(const std::vector<int32_t>& text, const std::vector<float>& expected) {
-        texts.push_back(text);
-        alone.push_back(expected);
-        got.emplace_back(expected.size(), NAN);
-        handles.push_back(pass.kv.createSequence());
-        done.push_back(0);
-    }
-    size_t left(size_t text) const { return texts[text].size() - done[text]; }
-    bool finished() const {
-        for (size_t s = 0; s < texts.size(); ++s) {
-            if (left(s)) return false;
-        }
-        return true;
-    }
-    // Computes the next counts[s] rows of each text s in one batch.
-    void run(const std::vector<size_t>& counts, RowKind kind) {
-        Batch batch;
-        std::vector<std::pair<size_t, size_t>> rows;
-        for (size_t s = 0; s < texts.size(); ++s) {
-            if (!counts[s]) continue;
-            pass.kv.extend(handles[s], static_cast<int64_t>(counts[s]));
-            for (size_t i = 0; i < counts[s]; ++i, ++done[s]) {
-                batch.add(kind, texts[s][done[s]], static_cast<int32_t>(done[s]), handles[s], true);
-                rows.emplace_back(s, done[s]);
-            }
-        }
-        std::vector<float> logits(rows.size() * vocab, NAN);
-        pass.forward.run(batch, logits.data());
-        for (size_t i = 0; i < rows.size(); ++i) {
-            const auto [s, at] = rows[i];
-            std::copy_n(&logits[i * vocab], vocab, &got[s][at * vocab]);
-        }
-    }
-
-    tiny::Pass<CudaBackend> pass;
-    size_t vocab;
-    std::vector<std::vector<int32_t>> texts;
-    std::vector<std::vector<float>> alone, got;
-    std::vector<int32_t> handles;
-    std::vector<size_t> done;
-};
-
 // Batches of a few rows of some of the sequences: each step begins from other states than the captured one.
 TEST_F(CudaHybrids, StepsOfSixtyFourSequencesHaveTheCpusBits) {
     constexpr size_t kTexts = 64, kLength = 12;
@@ -108,16 +63,8 @@ TEST_F(CudaHybrids, StepsOfSixtyFourSequencesHaveTheCpusBits) {
                 all.add(text, logits(cpu, text, {}));
             }
             while (!all.finished()) {
-                std::vector<size_t> counts(kTexts, 0);
-                size_t rows = 1 + random()() % (random()() % 4 ? kMostDraftRows : kExactLaunchRows);
-                for (size_t look = 0; look < 2 * kTexts && rows; ++look) {
-                    const size_t s = random()() % kTexts;
-                    if (counts[s]) continue;
-                    counts[s] = std::min({size_t{1} + random()() % 3, rows, all.left(s)});
-                    rows -= counts[s];
-                }
-                if (std::all_of(counts.begin(), counts.end(), [](size_t count) { return count == 0; })) continue;
-                all.run(counts, RowKind::Decode);
+                const size_t rows = 1 + random()() % (random()() % 4 ? kMostDraftRows : kExactLaunchRows);
+                all.run(all.draw(random(), rows), RowKind::Decode);
             }
             for (size_t s = 0; s < kTexts; ++s) {
                 ASSERT_TRUE(sameBits(all.alone[s], all.got[s]))
@@ -177,8 +124,7 @@ TEST_F(CudaHybrids, PromptsOfDifferentLengthsGoOnInOneBatch) {
                 const size_t tiles = random()() % (promptStep(tiny) == 1 ? 200 : 4);
                 counts.push_back(std::min<size_t>(tiles * promptStep(tiny), all.left(s)));
             }
-            if (std::any_of(counts.begin(), counts.end(), [](size_t count) { return count > 0; }))
-                all.run(counts, RowKind::Prompt);
+            all.run(counts, RowKind::Prompt);
         }
         for (size_t s = 0; s < all.texts.size(); ++s) {
             EXPECT_TRUE(sameBits(all.got[s], fast[s])) << "sequence " << s;

@@ -1,7 +1,9 @@
 // DeepSeek V4 on the GPU: decode rows and exact prompts have the CPU's bits, wherever the weights are, however a text
 // is cut, whoever else is in the batch, and after roll-backs. Fast prompts are near.
+#include "backend/cuda_backend.h"
 #include "placement_test.h"
 #include "tiny_blocks.h"
+#include "together.h"
 
 namespace sharpi::cuda {
 namespace {
@@ -100,6 +102,36 @@ TEST_F(CudaBlocks, ExpertsInSlotsHaveTheSameBits) {
         const auto engine = load(model, inSlots(model, bytes, busRate));
         EXPECT_TRUE(sameBits(expected, steps(engine, text, oneByOne(100)))) << "token by token";
         EXPECT_TRUE(sameBits(expected, steps(engine, text, smallChunks(100)))) << "a few at a time";
+    }
+}
+
+// Steps of one row of each of 64 texts, and of a few rows of some. Most texts end beyond the window and more blocks of
+// 4 than are chosen, some beyond a block of 128.
+TEST_F(CudaBlocks, StepsOfSixtyFourTextsHaveTheCpusBits) {
+    constexpr size_t kTexts = 64;
+    BlockOptions few;
+    few.topK = 3;
+    const BlockModel model(few);
+    const int64_t vocab = model.options().vocab;
+    Session cpu(load(model, with(false)));
+    for (const bool replay : {true, false}) {
+        tiny::Together<CudaBackend> all(model, kExactLaunchRows, 192, KvType::BF16, kTexts, 0, size_t{0}, 2);
+        all.pass.backend.recording()->setReplays(replay);
+        for (size_t s = 0; s < kTexts; ++s) {
+            const auto text = tokens((s % 16 ? 18 : 130) + static_cast<int64_t>(random()() % 8), vocab);
+            cpu.reset();
+            all.add(text, logits(cpu, text, {}));
+        }
+        while (!all.finished()) {
+            std::vector<size_t> counts;
+            for (size_t s = 0; s < kTexts; ++s) counts.push_back(std::min<size_t>(all.left(s), 1));
+            if (random()() % 2) counts = all.draw(random(), 1 + random()() % kExactLaunchRows);
+            all.run(counts, RowKind::Decode);
+        }
+        for (size_t s = 0; s < kTexts; ++s)
+            ASSERT_TRUE(sameBits(all.alone[s], all.got[s])) << "text " << s << (replay ? ", replayed" : ", launched");
+        const auto last = [&](size_t s) { return std::vector<float>(all.got[s].end() - vocab, all.got[s].end()); };
+        EXPECT_GT(distance(last(0), last(1)), 0.1) << "all texts have the same logits";
     }
 }
 
