@@ -18,6 +18,8 @@ protected:
         windows.layers = tiny::family("gemma3").layers;
         return {tiny::gpuVariants()[0], experts, tiny::gpuHybrids()[0], predicting, windows, tiny::mambas()[2]};
     }
+    // Two whose caches hold something else than keys and values of heads.
+    static std::vector<tiny::Options> otherCaches() { return {tiny::latents()[0], tiny::withBlocks()}; }
     static EngineOptions sized(EngineOptions o, int64_t context, int32_t sequences) {
         o.context = context;
         o.batch = 64;
@@ -47,25 +49,29 @@ protected:
         tiny::serveAtOnce(*engine, scheduler, crowd, 30, 50, 200);
         EXPECT_GT(scheduler.counts().pauses, 0);
     }
+    void expectAsOnTheCpu(const std::vector<tiny::Options>& all) {
+        for (const tiny::Options& tiny : all) {
+            SCOPED_TRACE(tiny::describe(tiny));
+            const tiny::Model model = tiny::modelOf(tiny, 4000);
+            for (const EngineOptions& o : placements(model)) expectAsAlone(model, exact(options(false)), exact(o));
+        }
+    }
+    void expectAsAlone(const std::vector<tiny::Options>& all) {
+        for (const tiny::Options& tiny : all) {
+            SCOPED_TRACE(tiny::describe(tiny));
+            const tiny::Model model = tiny::modelOf(tiny, 4000);
+            for (const EngineOptions& o : placements(model)) expectAsAlone(model, options(true), o);
+        }
+    }
 };
 
 // Exact prompts: the texts are those of the CPU.
-TEST_F(CudaScheduler, RequestsAreAnsweredAsOnTheCpu) {
-    for (const tiny::Options& tiny : models()) {
-        SCOPED_TRACE(tiny::describe(tiny));
-        const tiny::Model model = tiny::modelOf(tiny, 4000);
-        for (const EngineOptions& o : placements(model)) expectAsAlone(model, exact(options(false)), exact(o));
-    }
-}
+TEST_F(CudaScheduler, RequestsAreAnsweredAsOnTheCpu) { expectAsOnTheCpu(models()); }
+TEST_F(CudaScheduler, RequestsOfOtherCachesAreAnsweredAsOnTheCpu) { expectAsOnTheCpu(otherCaches()); }
 
 // Fast prompts: the texts are those of a session on the same GPU that holds the whole model.
-TEST_F(CudaScheduler, RequestsAreAnsweredAsAlone) {
-    for (const tiny::Options& tiny : models()) {
-        SCOPED_TRACE(tiny::describe(tiny));
-        const tiny::Model model = tiny::modelOf(tiny, 4000);
-        for (const EngineOptions& o : placements(model)) expectAsAlone(model, options(true), o);
-    }
-}
+TEST_F(CudaScheduler, RequestsAreAnsweredAsAlone) { expectAsAlone(models()); }
+TEST_F(CudaScheduler, RequestsOfOtherCachesAreAnsweredAsAlone) { expectAsAlone(otherCaches()); }
 
 }  // namespace
 }  // namespace sharpi::cuda
