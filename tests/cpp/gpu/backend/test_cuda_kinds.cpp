@@ -6,6 +6,7 @@
 
 #include "backend/cuda_backend.h"
 #include "placement_test.h"
+#include "tiny_blocks.h"
 #include "tiny_pass.h"
 
 namespace sharpi::cuda {
@@ -84,44 +85,54 @@ protected:
         all.push_back(slots);
         return all;
     }
+    void expectTheSameHoweverCut(const tiny::Model& model);
+    void expectTheSameWithoutWhatFollows(const tiny::Model& model);
+    void expectTheSameBesideTheOtherKind(const tiny::Model& model);
     // Compares one batch of decode rows of some sequences and prompt rows of others with a batch for each sequence.
     void expectAsAlone(World& world, int decoding, int prompts, int64_t most);
 };
 
-TEST_F(CudaKinds, APromptMayBeCutAnywhere) {
-    for (const tiny::Options& tiny : tiny::gpuVariants()) {
-        SCOPED_TRACE(tiny::describe(tiny));
-        const tiny::Model model(tiny);
-        std::vector<std::shared_ptr<Engine>> engines;
-        for (const int64_t batch : {64, 100, 300}) {
-            for (const EngineOptions& o : placements(model, batch)) engines.push_back(load(model, o));
-        }
-        for (const int64_t length : {1, 2, 3, 4, 5, 6, 7, 8, 9, 63, 64, 65, 130, 290}) {
-            const auto text = tokens(length, tiny.vocab);
-            const auto expected = logits(engines.back(), text, {});
-            for (size_t i = 0; i < engines.size(); ++i) {
-                EXPECT_TRUE(sameBits(expected, logits(engines[i], text, {}))) << length << " tokens, engine " << i;
-                EXPECT_TRUE(sameBits(expected, logits(engines[i], text, cuts(length))))
-                    << length << " tokens, engine " << i << ", cut";
-            }
+void CudaKinds::expectTheSameHoweverCut(const tiny::Model& model) {
+    std::vector<std::shared_ptr<Engine>> engines;
+    for (const int64_t batch : {64, 100, 300}) {
+        for (const EngineOptions& o : placements(model, batch)) engines.push_back(load(model, o));
+    }
+    for (const int64_t length : {1, 2, 3, 4, 5, 6, 7, 8, 9, 63, 64, 65, 130, 290}) {
+        const auto text = tokens(length, model.options().vocab);
+        const auto expected = logits(engines.back(), text, {});
+        for (size_t i = 0; i < engines.size(); ++i) {
+            EXPECT_TRUE(sameBits(expected, logits(engines[i], text, {}))) << length << " tokens, engine " << i;
+            EXPECT_TRUE(sameBits(expected, logits(engines[i], text, cuts(length))))
+                << length << " tokens, engine " << i << ", cut";
         }
     }
 }
 
+TEST_F(CudaKinds, APromptMayBeCutAnywhere) {
+    for (const tiny::Options& tiny : tiny::gpuVariants()) {
+        SCOPED_TRACE(tiny::describe(tiny));
+        expectTheSameHoweverCut(tiny::Model(tiny));
+    }
+}
+
 // Compares a row that is alone in its batch with the same row among others: the first rows of a longer prompt.
-TEST_F(CudaKinds, WhatComesBehindARowDoesNotShow) {
+void CudaKinds::expectTheSameWithoutWhatFollows(const tiny::Model& model) {
+    const int64_t vocab = model.options().vocab;
     for (const KvType kv : {KvType::BF16, KvType::F32}) {
-        for (const tiny::Options& tiny : tiny::gpuVariants()) {
-            SCOPED_TRACE(tiny::describe(tiny));
-            const tiny::Model model(tiny);
-            const auto engine = load(model, of(300, kv));
-            const auto text = tokens(200, tiny.vocab);
-            const auto expected = logits(engine, text, {});
-            for (const int64_t length : {1, 2, 7, 8, 9, 31, 63, 64, 65, 127, 128, 129, 190}) {
-                const auto first = logits(engine, {text.begin(), text.begin() + length}, {});
-                EXPECT_TRUE(sameBits(first, {expected.begin(), expected.begin() + length * tiny.vocab})) << length;
-            }
+        const auto engine = load(model, of(300, kv));
+        const auto text = tokens(200, vocab);
+        const auto expected = logits(engine, text, {});
+        for (const int64_t length : {1, 2, 7, 8, 9, 31, 63, 64, 65, 127, 128, 129, 190}) {
+            const auto first = logits(engine, {text.begin(), text.begin() + length}, {});
+            EXPECT_TRUE(sameBits(first, {expected.begin(), expected.begin() + length * vocab})) << length;
         }
+    }
+}
+
+TEST_F(CudaKinds, WhatComesBehindARowDoesNotShow) {
+    for (const tiny::Options& tiny : tiny::gpuVariants()) {
+        SCOPED_TRACE(tiny::describe(tiny));
+        expectTheSameWithoutWhatFollows(tiny::Model(tiny));
     }
 }
 
@@ -157,20 +168,31 @@ void CudaKinds::expectAsAlone(World& world, int decoding, int prompts, int64_t m
     for (const World::Rows& rows : together) world.kv.releaseSequence(rows.sequence);
 }
 
-TEST_F(CudaKinds, RowsOfBothKindsInOneBatchGetWhatTheyGetAlone) {
-    for (const tiny::Options& tiny : tiny::gpuVariants()) {
-        SCOPED_TRACE(tiny::describe(tiny));
-        const tiny::Model model(tiny);
-        for (const EngineOptions& o : placements(model, 40 + 3 * 90)) {
-            SCOPED_TRACE(o.homes.empty() ? "resident" : o.expertSlotBytes ? "in slots" : "direct");
-            World world(model, o, 48);
-            for (const int decoding : {0, 1, 2, 7, 8, 9, 17, 40}) {
-                for (const int prompts : {0, 1, 3}) {
-                    if (decoding + prompts) expectAsAlone(world, decoding, prompts, 90);
-                }
+void CudaKinds::expectTheSameBesideTheOtherKind(const tiny::Model& model) {
+    for (const EngineOptions& o : placements(model, 40 + 3 * 90)) {
+        SCOPED_TRACE(o.homes.empty() ? "resident" : o.expertSlotBytes ? "in slots" : "direct");
+        World world(model, o, 48);
+        for (const int decoding : {0, 1, 2, 7, 8, 9, 17, 40}) {
+            for (const int prompts : {0, 1, 3}) {
+                if (decoding + prompts) expectAsAlone(world, decoding, prompts, 90);
             }
         }
     }
+}
+
+TEST_F(CudaKinds, RowsOfBothKindsInOneBatchGetWhatTheyGetAlone) {
+    for (const tiny::Options& tiny : tiny::gpuVariants()) {
+        SCOPED_TRACE(tiny::describe(tiny));
+        expectTheSameBesideTheOtherKind(tiny::Model(tiny));
+    }
+}
+
+// DeepSeek V4: with a layer whose blocks an indexer chooses, and one that sees all its blocks.
+TEST_F(CudaKinds, RowsThatSeeBlocksDependOnNothingElseEither) {
+    const tiny::Model model = tiny::modelOf(tiny::withBlocks(), 300);
+    expectTheSameHoweverCut(model);
+    expectTheSameWithoutWhatFollows(model);
+    expectTheSameBesideTheOtherKind(model);
 }
 
 TEST_F(CudaKinds, ImpossibleBatchesAreRefused) {

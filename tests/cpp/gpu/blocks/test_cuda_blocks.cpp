@@ -99,9 +99,30 @@ TEST_F(CudaBlocks, ExpertsInSlotsHaveTheSameBits) {
     for (const auto& [bytes, busRate] :
          std::vector<std::pair<size_t, double>>{{0, 0}, {all / 3, 0}, {all / 3, kFastBus}, {2 * all, kFastBus}}) {
         SCOPED_TRACE(std::to_string(bytes) + " bytes of slots, rate " + std::to_string(busRate));
-        const auto engine = load(model, inSlots(model, bytes, busRate));
+        const auto engine = load(model, exact(inSlots(model, bytes, busRate)));
         EXPECT_TRUE(sameBits(expected, steps(engine, text, oneByOne(100)))) << "token by token";
         EXPECT_TRUE(sameBits(expected, steps(engine, text, smallChunks(100)))) << "a few at a time";
+        EXPECT_TRUE(sameBits(expected, logits(engine, text, {}))) << "an exact prompt";
+        EXPECT_TRUE(sameBits(expected, logits(engine, text, {3, 1, 64, 1, 31}))) << "a prompt in pieces";
+    }
+}
+
+// Streamed weights, with a part of the rows for the CPU in steps, and experts in slots: those of a GPU that holds all.
+TEST_F(CudaBlocks, FastPromptsHaveTheSameBitsWhereverTheWeightsAre) {
+    const BlockModel model;
+    const auto text = tokens(kText, model.options().vocab);
+    const auto expected = logits(load(model, with(true)), text, {});
+    std::vector<EngineOptions> placed;
+    for (const auto& [resident, share] : std::vector<std::pair<size_t, int>>{{0, 0}, {40, 40}, {90, 0}}) {
+        placed.push_back(with(true));
+        placed.back().homes = homes(model, resident, share);
+    }
+    const size_t all = bytesOfAllExperts(model);
+    for (const size_t bytes : {size_t{0}, all / 3, 2 * all}) placed.push_back(inSlots(model, bytes));
+    for (size_t i = 0; i < placed.size(); ++i) {
+        const auto engine = load(model, placed[i]);
+        EXPECT_TRUE(sameBits(expected, logits(engine, text, {}))) << "placement " << i;
+        EXPECT_TRUE(sameBits(expected, logits(engine, text, {64, 1, 127, 98}))) << "placement " << i << ", in pieces";
     }
 }
 

@@ -15,25 +15,6 @@ namespace tiny {
 constexpr double kForever = 60;
 constexpr int64_t kPage = KvCache::kPageTokens;
 
-// The least of a DeepSeek V4: a layer whose blocks an indexer chooses, and one that sees all its blocks.
-inline Options withBlocks() {
-    Options options;
-    options.architecture = "deepseek4";
-    return options;
-}
-
-inline bool hasBlocks(const Options& options) { return options.architecture == withBlocks().architecture; }
-
-inline Model modelOf(Options options, int64_t context) {
-    options.context = context;
-    if (!hasBlocks(options)) return Model(options);
-    BlockOptions blocks;
-    blocks.context = context;
-    blocks.blocks = {4, 128};
-    blocks.hashed = 1;
-    return BlockModel(blocks);
-}
-
 // A model some of whose layers see a window.
 inline Options withWindows() {
     Options options;
