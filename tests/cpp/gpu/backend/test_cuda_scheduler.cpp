@@ -1,6 +1,12 @@
 // The scheduler on the GPU: every request is answered as if it were alone, with other requests beside it, too few pages
-// for all of them, and weights that are not all resident.
+// for all of them, and weights that are not all resident. And how requests end if the device fails.
+#include <unistd.h>
+
+#include <cstdlib>
+#include <iostream>
+
 #include "crowd.h"
+#include "kernels/rows/rows.h"
 #include "placement_test.h"
 
 namespace sharpi::cuda {
@@ -64,6 +70,84 @@ protected:
         }
     }
 };
+
+// After an illegal access nothing works any more in the process that made it. So each of these runs in one of its own:
+// this program, started again for the one test.
+class CudaSchedulerDeathTest : public CudaScheduler {
+protected:
+    static constexpr unsigned kMostSeconds = 120;
+
+    void SetUp() override {
+        CudaScheduler::SetUp();
+        GTEST_FLAG_SET(death_test_style, "threadsafe");
+    }
+    // A kernel writes where nothing is, in a stream that is not the backend's.
+    void makeFault() { scaleRows(stream(), nullptr, 64, 2.0f); }
+    static void tell(const std::string& wrong) {
+        std::cerr << wrong << std::endl;
+        _hasFailed = true;
+    }
+    static bool isLoss(std::optional<ErrorKind> kind, const std::string& words) {
+        return kind == ErrorKind::DeviceLost && words.find("illegal memory access") != std::string::npos;
+    }
+    static void expectLost(Answer& answer) {
+        const Ending ending = tiny::wait(answer).ending;
+        if (ending.finish != Finish::Failed || !isLoss(ending.kind, ending.error))
+            tell("a request ended otherwise: " + ending.error);
+    }
+    static void expectRefusal(Scheduler& scheduler) {
+        try {
+            scheduler.submit(tiny::requestOf({1, 2, 3}, 4));
+            tell("a request was taken after the fault");
+        } catch (const Error& error) {
+            if (!isLoss(error.kind(), error.what())) tell(std::string("refused otherwise: ") + error.what());
+        }
+        if (scheduler.counts().failure.empty()) tell("the scheduler does not say that it has failed");
+    }
+    // Two requests are written and two wait while the fault comes.
+    void failWhileWriting(const tiny::Model& model, const EngineOptions& o) {
+        SchedulerOptions few = tiny::longQueue();
+        few.running = 2;
+        Scheduler scheduler(load(model, sized(o, 8000, 8)), few);
+        std::vector<std::shared_ptr<Answer>> answers;
+        for (int i = 0; i < 4; ++i)
+            answers.push_back(scheduler.submit(tiny::requestOf(tokens(20, model.options().vocab), 3500)));
+        for (size_t i = 0; i < 2; ++i) answers[i]->take(tiny::kForever);
+        makeFault();
+        for (const auto& answer : answers) expectLost(*answer);
+        expectRefusal(scheduler);
+        scheduler.close();
+    }
+    void failWhileIdle(const tiny::Model& model, const EngineOptions& o) {
+        Scheduler scheduler(load(model, sized(o, 4000, 8)), tiny::longQueue());
+        if (tiny::wait(*scheduler.submit(tiny::requestOf({1, 2, 3}, 4))).ending.finish != Finish::Length)
+            tell("no answer before the fault");
+        makeFault();
+        expectLost(*scheduler.submit(tiny::requestOf({1, 2, 3}, 4)));
+        expectRefusal(scheduler);
+    }
+    // Of that process: it exits as one that found nothing wrong, after all has been closed. If something hangs, it is
+    // killed.
+    [[noreturn]] static void runAndExit(const std::function<void()>& work) {
+        ::alarm(kMostSeconds);
+        work();
+        std::exit(_hasFailed);
+    }
+
+private:
+    static inline bool _hasFailed = false;
+};
+
+TEST_F(CudaSchedulerDeathTest, AFaultEndsAllRequests) {
+    const tiny::Model model = tiny::modelOf(models()[1], 8000);
+    for (const EngineOptions& o : placements(model))
+        EXPECT_EXIT(runAndExit([&] { failWhileWriting(model, o); }), testing::ExitedWithCode(0), "");
+}
+
+TEST_F(CudaSchedulerDeathTest, AFaultBetweenRequestsIsFoundByTheNext) {
+    const tiny::Model model = tiny::modelOf(models()[1], 4000);
+    EXPECT_EXIT(runAndExit([&] { failWhileIdle(model, options(true)); }), testing::ExitedWithCode(0), "");
+}
 
 // Exact prompts: the texts are those of the CPU.
 TEST_F(CudaScheduler, RequestsAreAnsweredAsOnTheCpu) { expectAsOnTheCpu(models()); }
