@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from golden_deepseek4 import DEEPSEEK4, write_deepseek4
-from numpy_model import relative_error
+from numpy_model import NumpyModel, relative_error
+from numpy_model.description import Blocks, Description, Layer
 
 from sharpi import Model
 from sharpi.cli import main
@@ -151,6 +153,43 @@ def test_a_part_that_is_off_is_noticed(part: str, whole: np.ndarray, tmp_path: P
     path = write_deepseek4(tmp_path / "off.gguf", keys=OFF_KEYS.get(part), change=change)
     with load(path, kv_dtype="fp32", batch=300) as model:
         assert relative_error(model.logits(tokens()), whole) > FAR
+
+
+# What no file can leave out.
+def blocks_with(**fields: Any) -> Callable[[Description], Description]:
+    def change(layer: Layer) -> Layer:
+        assert isinstance(layer.mixer, Blocks)
+        return replace(layer, mixer=replace(layer.mixer, **fields))
+
+    return lambda model: model.changed(change)
+
+
+def streams_with(**fields: Any) -> Callable[[Description], Description]:
+    def change(model: Description) -> Description:
+        assert model.streams is not None
+        return replace(model, streams=replace(model.streams, **fields))
+
+    return change
+
+
+WRONG = {
+    "output not turned back": blocks_with(turns_back=False),
+    "compressed keys left out": blocks_with(compressed=False),
+    "every block chosen": blocks_with(indexer=None),
+    "groups of every fourth head": blocks_with(grouped=False),
+    "streams not mixed": streams_with(mixes=False),
+}
+
+
+@pytest.mark.parametrize("part", WRONG)
+def test_an_engine_without_the_part_would_be_noticed(part: str, whole: np.ndarray, exact: Path) -> None:
+    """As in test_wrong_features.py: the engine is far from a model in numpy that computes one thing wrongly."""
+    wrong = NumpyModel(exact).changed(WRONG[part]).logits(tokens())
+    assert relative_error(whole, wrong) > FAR
+
+
+def test_the_model_in_numpy_is_near(whole: np.ndarray, exact: Path) -> None:
+    assert relative_error(whole, NumpyModel(exact).logits(tokens())) < NEAR
 
 
 def test_a_table_that_names_no_expert_is_refused(tmp_path: Path) -> None:

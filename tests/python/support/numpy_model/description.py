@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-__all__ = ["Activation", "Attention", "Delta", "Description", "Experts", "Latent", "Layer", "Mamba", "Rotation",
-           "Temperature", "Yarn"]
+__all__ = ["Activation", "Attention", "Blocks", "Delta", "Description", "Experts", "Indexer", "Latent", "Layer",
+           "Mamba", "Rotation", "Streams", "Temperature", "Yarn"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,37 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """Chooses the `best` blocks for each token."""
+
+    heads: int
+    size: int
+    best: int
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """DeepSeek V4's attention. All heads see the same keys, which are their values too: those of `window` tokens, and
+    one for each finished block of `block` tokens, if that is not 0; all of them, or those that the indexer chooses.
+    What heads see is turned back by the token's own position, and goes through a product for each of `groups` groups.
+    The other fields are here for wrong models.
+
+    compressed: blocks are seen. turns_back: what heads see is. grouped: a group's heads stand beside each other.
+    """
+
+    heads: int
+    size: int
+    rotation: Rotation
+    window: int
+    block: int
+    groups: int
+    indexer: Indexer | None = None
+    compressed: bool = True
+    turns_back: bool = True
+    grouped: bool = True
+
+
+@dataclass(frozen=True)
 class Delta:
     """Gated DeltaNet. `grouped`: value heads that share a key head stand beside each other; otherwise value head h goes
     with key head h modulo their number. `joined`: betas and alphas are rows of one matrix, by key head."""
@@ -128,27 +159,28 @@ class Mamba:
 
 @dataclass(frozen=True)
 class Activation:
-    """`clamped`: gpt-oss's, with its limit. `relu` is here for wrong models."""
+    """`clamped`: gpt-oss's, with its limit; `clamped silu`: SiLU with one. `relu` is here for wrong models."""
 
-    kind: Literal["silu", "gelu", "gelu by erf", "clamped", "relu", "relu squared"] = "silu"
+    kind: Literal["silu", "gelu", "gelu by erf", "clamped", "clamped silu", "relu", "relu squared"] = "silu"
     limit: float = np.inf
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Routed experts. The chosen ones weigh by softmax over all or over them alone, or by the sigmoid of their logits;
-    `normalized`: divided by the sum of the chosen.
+    """Routed experts. The chosen ones weigh by softmax over all or over them alone, or by the sigmoid of their logits,
+    or by the root of their softplus; `normalized`: divided by the sum of the chosen.
 
     weighs: whether an expert's input or its output is multiplied by its weight. router: what it reads; the residual
     stream (or its norm) is scaled to a length of 1, and by `ffn_gate_inp.scale`. scaled: an expert's output has a
     factor of its own. shared: an expert that all tokens use, with or without a gate. biased: a bias is added to scores
     for the choice alone. groups: how many there are, and how many of them, by the sum of their two best scores, experts
     are chosen from. factor: of the weights. latents: routed experts read a row of lower rank, and their sum is one.
+    named: each token has its experts. shared_activation: the shared expert's, if it is another one.
     """
 
     count: int
     used: int
-    scores: Literal["softmax", "softmax of chosen", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "softmax of chosen", "sigmoid", "root of softplus"] = "softmax"
     normalized: bool = True
     weighs: Literal["input", "output"] = "output"
     router: Literal["what experts read", "the stream", "the normed stream"] = "what experts read"
@@ -158,6 +190,8 @@ class Experts:
     groups: tuple[int, int] = (1, 1)
     factor: float = 1.0
     latents: bool = False
+    named: bool = False
+    shared_activation: Activation | None = None
 
 
 @dataclass(frozen=True)
@@ -171,7 +205,7 @@ class Layer:
     layer joins at its end. scales: what `layer_output_scale` multiplies.
     """
 
-    mixer: Attention | Delta | Mamba | None
+    mixer: Attention | Blocks | Delta | Mamba | None
     experts: Experts | None = None
     beside: bool = False
     activation: Activation = Activation()
@@ -187,6 +221,18 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Streams:
+    """Hyper-connections: `count` residual streams. A part reads a sum of them, and what it gives is added to each by a
+    factor of its own, after they were mixed. The matrix that mixes is divided by the sums of its columns and rows, in
+    turn. `mixes` is here for wrong models."""
+
+    count: int
+    epsilon: float
+    iterations: int
+    mixes: bool = True
+
+
+@dataclass(frozen=True)
 class Description:
     """A model. `prediction` is the layer that predicts a further token. centered: the norms in front of parts and of
     the output head subtract a row's mean."""
@@ -199,6 +245,7 @@ class Description:
     logit_softcap: float = 0.0
     centered: bool = False
     prediction: Layer | None = None
+    streams: Streams | None = None
 
     def changed(self, change: Callable[[Layer], Layer]) -> Description:
         """The same with other layers."""

@@ -12,13 +12,16 @@ import numpy as np
 from numpy_model.description import (
     Activation,
     Attention,
+    Blocks,
     Delta,
     Description,
     Experts,
+    Indexer,
     Latent,
     Layer,
     Mamba,
     Rotation,
+    Streams,
     Temperature,
     Yarn,
 )
@@ -243,6 +246,31 @@ def _latent(keys: Keys) -> Description:
                         prediction=mixture)
 
 
+def _deepseek4(keys: Keys) -> Description:
+    """Blocks of four tokens are chosen by an indexer. Layers that see blocks have a rotation of their own."""
+    plain = Rotation(keys("rope.dimension_count"), keys("rope.freq_base"), adjacent=True)
+    slower = replace(plain, base=keys("attention.compress_rope_freq_base"), yarn=_yarn(keys)[0])
+    indexer = Indexer(keys("attention.indexer.head_count"), keys("attention.indexer.key_length"),
+                      keys("attention.indexer.top_k"))
+    experts = _experts(keys, scores="root of softplus", normalized=keys("expert_weights_norm"), shared="plain",
+                       factor=keys("expert_weights_scale"))
+    assert experts is not None
+
+    def layer(number: int) -> Layer:
+        block = keys("attention.compress_ratios")[number]
+        mixer = Blocks(keys("attention.head_count"), keys("attention.key_length"), slower if block else plain,
+                       keys("attention.sliding_window"), block, keys("attention.output_group_count"),
+                       indexer if block == 4 else None)
+        named = keys.has(f"blk.{number}.ffn_gate_tid2eid")
+        routed, shared = (Activation("clamped silu", keys(f"swiglu_clamp_{part}")[number]) for part in ("exp", "shexp"))
+        return Layer(mixer, replace(experts, named=named, biased=not named, shared_activation=shared),
+                     activation=routed)
+
+    streams = Streams(keys("hyper_connection.count"), keys("hyper_connection.epsilon"),
+                      keys("hyper_connection.sinkhorn_iterations"))
+    return _description(keys, layer, streams=streams)
+
+
 def _gemma(keys: Keys, windowed: Callable[[int], bool], **others: Any) -> Description:
     """Gemma 2 and 3. Only layers that see all have their rotation scaled."""
     every = _attention(keys, rotation=_rotation(keys), softcap=keys("attn_logit_softcapping", 0.0), **others)
@@ -317,6 +345,7 @@ _FAMILIES: dict[str, Callable[[Keys], Description]] = {
     **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _hybrid),
     "glm4moe": _glm4moe,
     **dict.fromkeys(("deepseek2", "mistral4"), _latent),
+    "deepseek4": _deepseek4,
     "gemma2": lambda keys: _gemma(keys, lambda layer: layer % 2 == 0),
     "gemma3": lambda keys: _gemma(keys, lambda layer: (layer + 1) % 6 != 0, norm="head"),
     "gemma4": _gemma4,

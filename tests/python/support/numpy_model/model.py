@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from tiny_models import dequantized
 
-from numpy_model.description import Attention, Delta, Description, Experts, Latent, Layer
+from numpy_model.blocks import block_attention, streamed
+from numpy_model.description import Attention, Blocks, Delta, Description, Experts, Latent, Layer, Mamba
 from numpy_model.families import Keys, describe
 from numpy_model.mamba import mamba
 from numpy_model.parts import (
@@ -64,6 +66,7 @@ class NumpyModel:
         self._int8 = int8_activations
         self._round_kv = _ROUND_KV[kv_dtype]
         self.description = describe(Keys(self._file.architecture, self._file.metadata, self._infos, context))
+        self._tokens: list[int] = []  # of the call
         self._keys_and_values: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by layer, for those that share them
 
     def changed(self, change: Callable[[Description], Description]) -> NumpyModel:
@@ -101,6 +104,10 @@ class NumpyModel:
     def _rows(self, tokens: list[int]) -> np.ndarray:
         """What the output head reads."""
         x = self._tensor("token_embd.weight")[tokens] * self.description.embedding_scale
+        self._tokens = tokens
+        if self.description.streams is not None:
+            x = streamed(self.description, x, self._layer, (self._linear, self._tensor))
+            return self._pre_norm(x, "output_norm")
         inputs = self._layer_inputs(tokens, x) if self.description.input_width else None
         for number, layer in enumerate(self.description.layers):
             x = self._layer(number, layer, x, inputs)
@@ -122,10 +129,8 @@ class NumpyModel:
         block, before = f"blk.{number}.", x
         normed = x if layer.pre_norms == "none" else self._pre_norm(x, block + "attn_norm")
         if layer.mixer is not None:
-            mixed = sum(self._attention(number, part, normed) if isinstance(part, Attention) else
-                        self._delta(block, part, normed) if isinstance(part, Delta) else
-                        mamba(part, block, normed, (self._linear, self._tensor), self.description.epsilon)
-                        for part in (layer.mixer, layer.mamba) if part is not None)
+            mixed = sum(self._mixed(number, block, part, normed) for part in (layer.mixer, layer.mamba)
+                        if part is not None)
             x = x + layer.factor * (self._norm(mixed, block + "post_attention_norm") if layer.post_norms else mixed)
         if layer.feeds:
             if layer.pre_norms != "one":
@@ -140,6 +145,17 @@ class NumpyModel:
         scale = self._tensor(block + "layer_output_scale.weight")
         return x * scale if layer.scales == "the stream" else before + (x - before) * scale
 
+    def _mixed(self, number: int, block: str, part: Attention | Delta | Mamba | Blocks, normed: np.ndarray) -> np.ndarray:
+        """What one of a layer's mixers makes of the normed rows."""
+        if isinstance(part, Attention):
+            return self._attention(number, part, normed)
+        if isinstance(part, Delta):
+            return self._delta(block, part, normed)
+        read = self._linear, self._tensor
+        if isinstance(part, Blocks):
+            return block_attention(part, block, normed, read, self.description.epsilon)
+        return mamba(part, block, normed, read, self.description.epsilon)
+
     # --- Tensors ---
 
     def _tensor(self, name: str) -> np.ndarray:
@@ -152,7 +168,7 @@ class NumpyModel:
         info = self._infos[name]
         raw = np.fromfile(self._file.paths[info.file], np.uint8, info.nbytes, offset=info.offset)
         rows = raw.reshape(int(np.prod(info.shape[1:])), -1)
-        data = dequantized(rows, info.type_name)
+        data = rows.view(np.int32) if info.type_name == "I32" else dequantized(rows, info.type_name)
         return data.reshape(info.shape[::-1]).astype(np.float64)
 
     def _linear(self, x: np.ndarray, name: str, expert: int | None = None) -> np.ndarray:
@@ -312,7 +328,8 @@ class NumpyModel:
         if kind.shared:
             gate = self._tensor(block + "ffn_gate_inp_shexp.weight") if kind.shared == "gated" else None
             share = 1.0 if gate is None else sigmoid(normed @ gate)[:, None]
-            result += share * self._dense(block, layer, normed, "_shexp")
+            own = layer if kind.shared_activation is None else replace(layer, activation=kind.shared_activation)
+            result += share * self._dense(block, own, normed, "_shexp")
         return result
 
     def _routed(self, block: str, kind: Experts, x: np.ndarray, normed: np.ndarray) -> np.ndarray:
@@ -327,12 +344,16 @@ class NumpyModel:
         scores = sigmoid(logits) if kind.scores == "sigmoid" else logits
         if kind.scores == "softmax":
             scores = softmax(logits)
+        elif kind.scores == "root of softplus":
+            scores = np.sqrt(np.logaddexp(0.0, logits))
         keys = logits if kind.groups[0] == 1 else scores  # alone, both choose alike
         if kind.biased:
             keys = scores + self._tensor(block + "exp_probs_b.bias")
         keys = in_best_groups(keys, *kind.groups)
         order, count = np.argsort(-keys, axis=1, kind="stable"), kind.used
-        if count < kind.count:
+        if kind.named:
+            order = self._tensor(block + "ffn_gate_tid2eid.weight")[self._tokens].astype(int)
+        elif count < kind.count:
             last, next_best = np.take_along_axis(keys, order[:, count - 1 : count + 1], axis=1).T
             gaps = (last - next_best) / np.abs(keys[np.isfinite(keys)]).max()
             if self.closest_choice is None or gaps.min() < self.closest_choice[0]:

@@ -66,7 +66,7 @@ def activate(activation: Activation, gate: np.ndarray, up: np.ndarray | float) -
     if activation.kind == "gelu by erf":
         return gate / 2 * (1 + np.vectorize(math.erf)(gate / math.sqrt(2))) * up
     gate, up = np.minimum(gate, activation.limit), np.clip(up, -activation.limit, activation.limit)
-    return gate * sigmoid(1.702 * gate) * (up + 1)
+    return silu(gate) * up if activation.kind == "clamped silu" else gate * sigmoid(1.702 * gate) * (up + 1)
 
 
 # --- Positions --------------------------------------------------------------------------------------------------------
@@ -95,9 +95,10 @@ def _frequencies(rotation: Rotation, factors: np.ndarray | float) -> np.ndarray:
     return plain * mix + plain / yarn.factor * (1 - mix)
 
 
-def rotate(x: np.ndarray, rotation: Rotation, factors: np.ndarray | float = 1.0) -> np.ndarray:
-    """x [tokens, heads, size] with its first elements turned by the tokens' positions."""
-    angles = np.arange(len(x))[:, None] * _frequencies(rotation, factors)
+def rotate(x: np.ndarray, rotation: Rotation, factors: np.ndarray | float = 1.0,
+           positions: np.ndarray | None = None) -> np.ndarray:
+    """x [tokens, heads, size] with its first elements turned by the tokens' positions: their numbers, if not given."""
+    angles = (np.arange(len(x)) if positions is None else positions)[:, None] * _frequencies(rotation, factors)
     turn = (rotation.magnitude * np.exp(1j * angles))[:, None, :]
     result, dims = x.copy(), rotation.dims
     evens, odds = (slice(0, dims, 2), slice(1, dims, 2)) if rotation.adjacent else (slice(0, dims // 2),
