@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from golden_deepseek4 import write_deepseek4
 from golden_families import FAMILIES
 from golden_models import GOLDEN, LOGITS, LONG_LLAMA4, STORY, write_golden
 from numpy_model import NumpyModel, relative_error
@@ -117,9 +118,10 @@ def golden_answers(path: Path, golden: Mapping[str, np.ndarray]) -> list[np.ndar
     return answers
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", [*GOLDEN, "deepseek4"])
 def test_reference_models(name: str, tmp_path: Path) -> None:
-    golden, path = np.load(LOGITS / f"{name}.npz"), write_golden(name, tmp_path)
+    path = write_deepseek4(tmp_path / "m.gguf") if name == "deepseek4" else write_golden(name, tmp_path)
+    golden = np.load(LOGITS / f"{name}.npz")
     tokens, positions, answers = golden["tokens"].tolist(), golden["positions"], golden_answers(path, golden)
     with load(path, batch=len(tokens)) as model:
         for chunks in ([], [1] * len(tokens), np.random.default_rng(3).integers(1, 100, 20).tolist()):
