@@ -6,7 +6,7 @@ Prompts are random, half of them with one of three common beginnings; answers ha
 with and without drafts, scores and deadlines. The cache has room for a few of the requests that run, so
 they are paused, too. It fails if a request is lost or fails, if the scheduler still has something to do at the end, or
 if the cache is not whole again: a prompt as long as the cache must then fit. It prints the process's memory after a
-tenth of the requests and at the end.
+tenth of the requests and at the end, and how much was computed again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 from sharpi import BusyError, Model, Scheduler
+from sharpi.benchmark import again_share
 from sharpi.model import BUNDLED_MODEL
 
 
@@ -65,7 +66,8 @@ async def soak(model: Model, arguments: argparse.Namespace) -> Counter[str]:
         await asyncio.gather(*(client() for _ in range(3 * arguments.streams)))
         counts = scheduler.counts()
     assert counts["waiting"] == counts["preparing"] == counts["writing"] == 0, counts
-    print(f"{counts['pauses']:,} pauses, {counts['adopted_tokens']:,} tokens of prompts adopted")
+    print(f"{counts['pauses']:,} pauses, {counts['adopted_tokens']:,} tokens of prompts adopted,"
+          f" {again_share(counts):.1%} of the time of passes for {counts['again_tokens']:,} tokens computed again")
     return ended
 
 

@@ -12,7 +12,9 @@ restart  each turn by a new scheduler with the cache directory that the ones bef
 Beside them stands the time of the rest alone: the first token after what earlier turns left, in another conversation
 of the same lengths, where one prompt brought the cache to that depth and a second one adds exactly the rest. The last
 table serves conversations that want 60, 130 and 300 % of the cache's pages at once, and compares the time beyond that
-of a cache with room for all with what was computed again. Every serving must give the same answers.
+of a cache with room for all with what was computed again. Of the conversation that is kept, too, it says how much was
+computed again: the last page of a prompt, and answers, whose rows may not be a prompt's. Every serving must give the
+same answers.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from sharpi import Model, Scheduler
+from sharpi.benchmark import again_share
 
 PAGE = 64  # tokens of a page of the KV cache
 DEMANDS = (0.6, 1.3, 3.0)
@@ -46,7 +49,7 @@ class Turn:
 @dataclass(frozen=True)
 class Demand:
     """Requests that want this part of the cache's pages: seconds until all are answered, and beside that with room for
-    all. again_seconds: of it, computing what paused requests had lost."""
+    all. again_seconds: of it, computing what had been computed before."""
 
     part: float
     requests: int
@@ -73,6 +76,7 @@ class Replay:
 
     def __init__(self, model: Model, turns: int, tokens: int, answer: int) -> None:
         self._model, self._answer = model, answer
+        self.counts: dict[str, Any] = {}  # what the scheduler of the last kept() says
         question = tokens // turns - answer
         if question < 1:
             raise SystemExit(f"{turns} turns with answers of {answer} tokens do not fit into {tokens} tokens")
@@ -90,6 +94,7 @@ class Replay:
             for question in self.questions:
                 turns.append(answered(scheduler, text + question, self._answer))
                 text += [*question, *turns[-1].answer]
+            self.counts = scheduler.counts()
         return turns
 
     def anew(self, prompts: Sequence[Sequence[int]], cache_dir: str | None) -> list[Turn]:
@@ -140,6 +145,12 @@ def demands(path: str | None, options: dict[str, Any], tokens: int, answer: int)
     return found
 
 
+def again_of(counts: dict[str, Any]) -> dict[str, float]:
+    """The part of the time of all passes that went into tokens computed again, and those tokens by what they were."""
+    kinds = ("lost", "answers_again", "cuts_again")
+    return {"share": again_share(counts), **{f"{kind}_tokens": counts[f"{kind}_tokens"] for kind in kinds}}
+
+
 def require(same: bool, where: str) -> None:
     """Ends the program if answers differ: the times would then compare different work."""
     if not same:
@@ -155,7 +166,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
         replay = Replay(model, arguments.turns, tokens, arguments.answer)
         replay.kept()  # warms up
         kept = replay.kept()
-        prompts = replay.prompts(kept)
+        prompts, again = replay.prompts(kept), again_of(replay.counts)
         cold = replay.anew(prompts, None)
         with tempfile.TemporaryDirectory() as folder:
             restart = replay.anew(prompts, folder)
@@ -163,7 +174,8 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     for name, turns in (("after a cold start", cold), ("after a restart", restart)):
         require([turn.answer for turn in turns] == [turn.answer for turn in kept], name)
     of_requests = demands(arguments.model, {**options, "context": tokens}, max(PAGE, tokens // 4), arguments.answer)
-    return {"turns": [{"prompt": turn.prompt, "before": turn.prompt - len(question), "reused": turn.reused,
+    return {"again": again,
+            "turns": [{"prompt": turn.prompt, "before": turn.prompt - len(question), "reused": turn.reused,
                        "after_restart": again.reused, "seconds": turn.seconds, "rest_seconds": alone,
                        "cold_seconds": new.seconds, "restart_seconds": again.seconds}
                       for turn, question, again, new, alone
@@ -182,7 +194,10 @@ def show(found: dict[str, Any]) -> None:
         print("| " + " | ".join([*(f"{count:,}" for count in counts), *(f"{1e3 * one:.1f}" for one in times)]) + " |")
     sums = {name: sum(turn[name] for turn in found["turns"]) for name in ("seconds", "rest_seconds", "cold_seconds")}
     print(f"\nall turns: {sums['seconds'] / sums['rest_seconds']:.2f} x the rest alone,"
-          f" {sums['cold_seconds'] / sums['seconds']:.2f} x faster than cold\n")
+          f" {sums['cold_seconds'] / sums['seconds']:.2f} x faster than cold")
+    again = found["again"]
+    print(f"computing again took {again['share']:.1%} of the time of passes: {again['answers_again_tokens']:,} tokens"
+          f" of answers, {again['cuts_again_tokens']:,} of prompts after their last page, {again['lost_tokens']:,} lost\n")
     print("| demand | requests | s | with room for all, s | computing again, s | pauses | pages spilled, restored |")
     print("| ---: " * 7 + "|")
     for one in found["demands"]:

@@ -25,12 +25,12 @@ CpuBackend::CpuBackend(int threads)
     : _memory(std::make_unique<HostMemory>()),
       _allocator(std::make_unique<Allocator>(*_memory)),
       _slots(std::make_unique<ExpertSlotManager>(*_allocator, ramSlotLayout())),
-      _work(threads) {
+      _work(threads, _clock) {
     _placer = std::make_unique<MappedPlacer>(*_allocator, *_slots, &_operations.expertWork().profiler());
 }
 
 CpuBackend::CpuBackend(int threads, std::unique_ptr<DeviceMemory> memory)
-    : _memory(std::move(memory)), _allocator(std::make_unique<Allocator>(*_memory)), _work(threads) {
+    : _memory(std::move(memory)), _allocator(std::make_unique<Allocator>(*_memory)), _work(threads, _clock) {
     readFromDevice();
 }
 
@@ -86,6 +86,7 @@ void CpuBackend::begin(const Batch& batch, const KvCache& kv) {
 }
 
 void CpuBackend::region(Pass pass, const std::function<void()>& body) {
+    const HostClock::Evaluation evaluation(_clock);
     if (_stream) _stream->begin(partOf(pass), false, !_work.batch->logitRows.empty());
     if (_source) _source->beginPass(_work.rows());
     try {
@@ -98,12 +99,14 @@ void CpuBackend::region(Pass pass, const std::function<void()>& body) {
 }
 
 void CpuBackend::readLogits(int64_t row, int64_t count, float* out) {
+    const HostClock::Evaluation evaluation(_clock);
     const int64_t vocab = _work.limits.vocab;
     const float* const logits = _work.floats(_work.scratch().logits);
     std::memcpy(out, logits + row * vocab, sizeof(float) * static_cast<size_t>(count * vocab));
 }
 
 std::vector<Score> CpuBackend::score(const std::vector<ScoredToken>& tokens) {
+    const HostClock::Evaluation evaluation(_clock);
     const int64_t vocab = _work.limits.vocab;
     const float* const logits = _work.floats(_work.scratch().logits);
     std::vector<Score> scores;
@@ -113,6 +116,7 @@ std::vector<Score> CpuBackend::score(const std::vector<ScoredToken>& tokens) {
 }
 
 std::vector<Chosen> CpuBackend::sample(const std::vector<Choice>& choices) {
+    const HostClock::Evaluation evaluation(_clock);
     const int64_t vocab = _work.limits.vocab;
     float* const logits = _work.floats(_work.scratch().logits);
     std::vector<float> unchanged;

@@ -11,6 +11,7 @@
 #include "memory/kv_cache.h"
 #include "memory/stream/weight_stream.h"
 #include "operations/batch.h"
+#include "operations/host_clock.h"
 #include "operations/operations.h"
 
 namespace sharpi {
@@ -45,10 +46,11 @@ struct SequenceRows {
 
 class CpuWork {
 public:
-    explicit CpuWork(int threads) : kernels(cpu::kernels()), pool(threads) {}
+    CpuWork(int threads, HostClock& ofBackend) : kernels(cpu::kernels()), pool(threads), clock(ofBackend) {}
 
     const cpu::Kernels& kernels;
     ThreadPool pool;
+    HostClock& clock;
     WeightStream* stream = nullptr;  // if weights are not in the mapped file
     StepLimits limits;
     const Batch* batch = nullptr;

@@ -14,6 +14,7 @@
 #include "memory/kv_cache.h"
 #include "model/weights.h"
 #include "operations/batch.h"
+#include "operations/host_clock.h"
 #include "operations/operations.h"
 #include "placement/placer.h"
 
@@ -92,6 +93,8 @@ public:
     // How the experts have been used so far.
     virtual ExpertCounts expertCounts() = 0;
     virtual void forgetExpertCounts() = 0;
+    // How the threads that ran passes have spent their time. Any thread may ask.
+    HostTimes hostTimes() const { return _clock.times(); }
     // Takes all scratch. To be called once, after weights and KV cache are placed. Throws Error(OutOfMemory).
     virtual void takeScratch(const StepLimits& limits) = 0;
     // How to use experts that are not resident, and which of them the slots hold first. Call it after takeScratch(); it
@@ -125,6 +128,9 @@ public:
     virtual std::vector<Score> score(const std::vector<ScoredToken>& tokens) = 0;
     // Chooses a token from each of these rows. This changes the row, so each can be used only once.
     virtual std::vector<Chosen> sample(const std::vector<Choice>& choices) = 0;
+
+protected:
+    HostClock _clock;
 };
 
 }  // namespace sharpi

@@ -12,7 +12,7 @@ CudaBackend::CudaBackend(int ordinal, size_t vram, int threads)
       _memory(_stream),
       _allocator(_memory, vram),
       _threads(threads),
-      _pass(_stream),
+      _pass(_stream, _clock),
       _recorder(_pass, [this](bool ran) noexcept {
           // Kernels that wait for the CPU go on with whatever data there is; the pass's results are not used.
           _cache->setPassFailed(ran);
@@ -125,7 +125,7 @@ void CudaBackend::begin(const Batch& batch, const KvCache& kv) {
     _pass.step = !batch.hasPromptRows();
     _pass.logitRows = static_cast<int64_t>(batch.logitRows.size());
     _transfers->settle();
-    _stream.synchronize();  // the last batch's numbers may still be on their way
+    _pass.await();  // the last batch's numbers may still be on their way
     _weights->finishUploads();
     const GpuScratch::Numbers& numbers = _pass.step ? _layout->step : _layout->batch;
     auto* const host = _numbers->as<int32_t>();
@@ -142,7 +142,8 @@ void CudaBackend::begin(const Batch& batch, const KvCache& kv) {
 void CudaBackend::readLogits(int64_t row, int64_t count, float* out) {
     const int64_t vocab = _pass.limits.vocab;
     const float* const logits = _pass.floats(_layout->logits);
-    _stream.download(out, logits + row * vocab, sizeof(float) * static_cast<size_t>(count * vocab));
+    const auto bytes = sizeof(float) * static_cast<size_t>(count * vocab);
+    _clock.await([&] { _stream.download(out, logits + row * vocab, bytes); });
 }
 
 }  // namespace sharpi

@@ -21,13 +21,17 @@ cuda::RowOutputs CudaPass::exactForms(Readers readers, const GpuScratch::Exact& 
     return forms;
 }
 
-void CudaPass::readTable(const Weight& table, float* out) const {
+void CudaPass::readTable(const Weight& table, float* out) {
     if (table.resident()) {
         weights->arrive(table.group);
         return cuda::embed(stream, table, view.tokens, view.rows, out);
     }
     tables->forParts(
-        table.file, [this] { stream.synchronize(); },
+        table.file,
+        [this] {
+            const HostClock::Evaluation evaluation(clock);
+            stream.synchronize();
+        },
         [&](const Matrix& rows, int64_t first) { cuda::expandRows(stream, rows, out + first * table.cols); });
 }
 

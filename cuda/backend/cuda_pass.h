@@ -22,6 +22,7 @@
 #include "kernels/rows/residual.h"
 #include "memory/stream/table_rows.h"
 #include "memory/stream/weight_stream.h"
+#include "operations/host_clock.h"
 #include "operations/operations.h"
 #include "plan/gpu_scratch.h"
 
@@ -40,9 +41,10 @@ struct Activations {
 
 class CudaPass {
 public:
-    explicit CudaPass(cuda::Stream& s) : stream(s) {}
+    CudaPass(cuda::Stream& s, HostClock& ofBackend) : stream(s), clock(ofBackend) {}
 
     cuda::Stream& stream;
+    HostClock& clock;
     WeightStream* weights = nullptr;
     TableRows* tables = nullptr;  // those that are not resident
     HostShare* share = nullptr;   // if the CPU computes rows or experts
@@ -58,6 +60,10 @@ public:
 
     template <typename T> T* at(size_t offset) const { return reinterpret_cast<T*>(memory + offset); }
     float* floats(size_t offset) const { return at<float>(offset); }
+    // Waits for all work of the stream.
+    void await() {
+        clock.await([this] { stream.synchronize(); });
+    }
     float* floats(RowBuffer buffer) const { return at<float>(layout->rows[buffer]); }
     cuda::HalfRows halves(const GpuScratch::Halves& of) const {
         return {at<uint16_t>(of.hi), of.hi == of.lo ? nullptr : at<uint16_t>(of.lo)};
@@ -144,7 +150,7 @@ public:
     // The norm of the residual's rows index[0 .. rows), or of its first rows without an index.
     void normRows(const int32_t* index, const cuda::NextRows& next, int64_t rows, const cuda::RowOutputs& out) const;
     // The batch's tokens' rows of a table.
-    void readTable(const Weight& table, float* out) const;
+    void readTable(const Weight& table, float* out);
 
 private:
     std::array<Activations, kRowInputs> _inputs;  // by RowInput

@@ -83,6 +83,10 @@ void StepRecorder::launch(Pass which, const std::function<void()>& body) {
     std::optional<HostShare::Awake> awake;
     if (_pass.share && _pass.step) awake.emplace(*_pass.share);
     HostWork work(HostWork::When::AtOnce);
+    _pass.clock.launched();
+    // If the CPU takes part in the step, it computes between the launches.
+    std::optional<HostClock::Evaluation> evaluation;
+    if (awake) evaluation.emplace(_pass.clock);
     makeLaunches(which, body, work);
 }
 
@@ -106,7 +110,9 @@ void StepRecorder::makeLaunches(Pass which, const std::function<void()>& body, H
 
 void StepRecorder::replay(const Step& step) {
     _pass.stream.replay(*step.graph);
+    _pass.clock.launched();
     if (step.work.empty()) return;
+    const HostClock::Evaluation evaluation(_pass.clock);
     const HostShare::Awake awake(*_pass.share);
     try {
         step.work.run();

@@ -37,7 +37,7 @@ std::vector<Score> TokenSampler::score(const std::vector<ScoredToken>& wanted) {
     cuda::scoreRows(_pass.stream, logits(), vocab(), rows, scores());
     cuda::scoreChosen(_pass.stream, logits(), vocab(), choices, nullptr, tokens(), scores());
     _pass.stream.downloadPinned(_scores.as<cuda::RowScore>(), scores(), sizeof(cuda::RowScore) * wanted.size());
-    _pass.stream.synchronize();
+    _pass.await();
     std::vector<Score> result;
     for (size_t slot = 0; slot < wanted.size(); ++slot) result.push_back(scoreAt(slot, rows[slot].best));
     return result;
@@ -54,7 +54,7 @@ std::vector<Chosen> TokenSampler::sample(const std::vector<Choice>& choices) {
     _pass.stream.downloadPinned(host, tokens(), sizeof(int32_t) * choices.size());
     if (!scored.empty())
         _pass.stream.downloadPinned(_scores.as<cuda::RowScore>(), scores(), sizeof(cuda::RowScore) * choices.size());
-    _pass.stream.synchronize();
+    _pass.await();
     std::vector<Chosen> result;
     for (size_t i = 0; i < choices.size(); ++i) result.push_back({host[i], {}});
     for (const cuda::ScoredRow& row : scored)
@@ -105,7 +105,9 @@ void TokenSampler::choosePart(std::vector<cuda::RowChoice> rows, const std::vect
                               const std::vector<Choice>& choices) {
     auto* const onDevice = _pass.at<TokenAdjustment>(_pass.layout->adjustments);
     if (!adjustments.empty())
-        _pass.stream.upload(onDevice, adjustments.data(), sizeof(TokenAdjustment) * adjustments.size());
+        _pass.clock.await([&] {  // the copy waits for the pass
+            _pass.stream.upload(onDevice, adjustments.data(), sizeof(TokenAdjustment) * adjustments.size());
+        });
     std::vector<cuda::RowChoice> scored, adjusted;
     for (cuda::RowChoice& row : rows) {
         if (choices[static_cast<size_t>(row.token)].best < 0) continue;

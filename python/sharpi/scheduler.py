@@ -400,8 +400,13 @@ class Scheduler:
     def counts(self) -> dict[str, Any]:
         """What is going on: requests that are `waiting`, `preparing` (their prompts are computed) and `writing`. And
         since the scheduler began: `finished`, `refused`, `pauses`; `steps` and the `step_tokens` that they gave in
-        `step_seconds`; `pieces` of prompts in `piece_seconds`, of which `again_seconds` went into what pauses lost;
-        `adopted_tokens` that other requests had computed, or earlier ones. The cache now holds `shared_pages` that
+        `step_seconds`; `pieces` of prompts in `piece_seconds`; `adopted_tokens` that other requests had computed, or
+        earlier ones. Of all these seconds `again_seconds` went into `again_tokens` that had been computed before, by
+        the number of tokens if a pass had others too: `lost_*` by a pause or to others who needed the memory,
+        `answers_again_*` as an earlier answer, whose rows are not a prompt's or fill no page, `cuts_again_*` as an
+        earlier prompt after its last shared page. The scheduler's own work took `step_host_seconds` for steps, with the
+        queue and handing tokens out, and `piece_host_seconds` for pieces; `step_hidden_seconds` and
+        `piece_hidden_seconds` of them while the GPU was at work. The cache now holds `shared_pages` that
         later requests may find, and requests hold the part `kv_usage` of it, 0 to 1. RAM holds `states_bytes` of copied
         states and `spill_bytes` of copied pages. `spilled_pages` were copied from the cache, and `restored_pages` came
         back; `written_copies` of pages and states went to the directory, and `loaded_copies` came from there. `failure`

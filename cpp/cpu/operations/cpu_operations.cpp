@@ -105,6 +105,7 @@ void CpuOperations::joinDraft(const Weight& table, const float* norms, const flo
 }
 
 void CpuOperations::head(const HeadCall& call, int64_t first, int64_t count) {
+    const HostClock::Evaluation evaluation(_work.clock);  // further rows' logits come after the region
     const int64_t width = _work.limits.embedding;
     const CpuScratch& s = _work.scratch();
     float *const normed = _work.floats(s.normed), *const x = _work.at(RowBuffer::Residual);

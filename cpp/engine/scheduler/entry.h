@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/scheduler/answer.h"
+#include "engine/scheduler/counting/again.h"
 #include "engine/scheduler/request.h"
 #include "engine/texts/continuation.h"
 
@@ -28,6 +29,7 @@ struct RequestEntry {
     bool hasEnded = false;
     SchedulerClock::time_point submitted;
     std::optional<SchedulerClock::time_point> behindSince;  // if its reader is behind
+    std::optional<EarlierText> earlier;                     // once the prompt is compared with others
     RequestFigures figures;
 };
 using RequestEntries = std::vector<std::unique_ptr<RequestEntry>>;

@@ -66,6 +66,11 @@ void requireServable(const Request& request, const SequenceLimits& limits) {
         throw Error(ErrorKind::InvalidArgument, "a request needs more than 0 seconds");
 }
 
+int64_t commonTokens(const Request& a, const Request& b) {
+    if (a.salt != b.salt) return 0;
+    return std::mismatch(a.prompt.begin(), a.prompt.end(), b.prompt.begin(), b.prompt.end()).first - a.prompt.begin();
+}
+
 const char* finishName(Finish finish) {
     switch (finish) {
     case Finish::EndToken: return "end";

@@ -40,6 +40,9 @@ struct Request {
 // Throws Error(InvalidArgument) for a request that can never be served.
 void requireServable(const Request& request, const SequenceLimits& limits);
 
+// Tokens with which both prompts begin, if they may share what is computed.
+int64_t commonTokens(const Request& a, const Request& b);
+
 // Why an answer ended.
 enum class Finish {
     EndToken,  // or the constraint says that the answer is complete

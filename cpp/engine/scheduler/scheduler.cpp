@@ -54,23 +54,11 @@ double since(SchedulerClock::time_point from) {
     return std::chrono::duration<double>(SchedulerClock::now() - from).count();
 }
 
-// Tokens with which both prompts begin, if they may share what is computed.
-int64_t commonTokens(const Request& a, const Request& b) {
-    if (a.salt != b.salt) return 0;
-    return std::mismatch(a.prompt.begin(), a.prompt.end(), b.prompt.begin(), b.prompt.end()).first - a.prompt.begin();
-}
-
 uint64_t openStore(Engine& engine, const SchedulerOptions& options) {
     const LockedModel model = engine.runner().lock();
     SpillOptions spill{options.spillBytes, options.statesBytes, options.directory};
     spill.directory.identity = bitsIdentity(options.file, engine, model);
     return KvSharing(model.kv()).openStore(spill);
-}
-
-void countStates(const RequestEntries& entries, SchedulerCounts& counts) {
-    counts.waiting = countOf(entries, RequestState::Waiting);
-    counts.preparing = countOf(entries, RequestState::Preparing);
-    counts.writing = countOf(entries, RequestState::Writing);
 }
 
 constexpr const char* kClosed = "the scheduler is closed";
@@ -91,7 +79,8 @@ Scheduler::Scheduler(std::shared_ptr<Engine> engine, const SchedulerOptions& opt
       _options(options),
       _mostRunning(mostRunning(*_engine, options)),
       _keepsTexts(isLimited(_engine->runner().lock().kv())),
-      _pace(options.greatestGap, _engine->runner().limits().pieces.rows, _engine->backend().bus().streams) {
+      _pace(options.greatestGap, _engine->runner().limits().pieces.rows, _engine->backend().bus().streams),
+      _clock(_engine->backend()) {
     if (!(options.greatestGap > 0)) throw Error(ErrorKind::InvalidArgument, "the greatest gap must be above 0 seconds");
     if (options.queue < 1 || options.running < 0)
         throw Error(ErrorKind::InvalidArgument, "a scheduler needs room for at least one request");
@@ -214,6 +203,7 @@ void Scheduler::work() {
     for (const auto& entry : _entries) finish(*entry, {Finish::Cancelled});
     _entries.clear();
     _kept.clear();
+    _past.clear();
     _tasks.endAll(closedError());  // nobody adds any more
     KvSharing(_engine->runner().lock().kv()).forget(_store);
 }
@@ -221,24 +211,34 @@ void Scheduler::work() {
 void Scheduler::takeTurn() {
     endOverdue();
     noteReaders(_entries);
+    HostSeconds host = _clock.lap(), ofPiece;
     // For a task any number of requests may be paused.
     bool worked = _tasks.doPieces([&](const std::exception& error) {
         failed(error);
         return isOutOfMemory(error) && makeRoom(1);
     });
+    _clock.lap();
     const bool writes = countOf(_entries, State::Writing) > 0;
+    bool prepares = false;
     if (!writes || !_pace.answersAreDue()) {
         const int64_t rows = _pace.pieceRows(writes);
         const std::vector<Entry*> group = prompts(rows);
         if (!group.empty()) prepare(group, rows);
-        worked = worked || !group.empty();
+        prepares = !group.empty();
+        ofPiece = _clock.lap();
     }
-    worked = write() || worked;
+    const bool wrote = write();
+    worked = worked || prepares || wrote;
     // A lost device ends also those that had no part in the pass that failed.
     if (!_counts.failure.empty())
         for (const auto& entry : _entries) finish(*entry, {Finish::Failed, _counts.failure, ErrorKind::DeviceLost});
     removeFinished();
     noteReaders(_entries);
+    host += _clock.lap();
+    note([&](SchedulerCounts& counts) {
+        if (prepares) counts.pieceHost += ofPiece;
+        if (wrote) counts.stepHost += host;
+    });
     const bool waits = std::any_of(_entries.begin(), _entries.end(), [](const auto& e) { return isWanted(*e); });
     if (!worked && waits) std::this_thread::sleep_for(kPatience);
 }
@@ -259,6 +259,7 @@ bool Scheduler::collect() {
     }
     if (until == Clock::time_point::max()) _bell->rung.wait(lock, hasWork);
     else _bell->rung.wait_until(lock, until, hasWork);
+    _clock.lap();
     _entries.reserve(_entries.size() + _submitted.size());
     _kept.reserve(_submitted.size());
     _tasks.take(_submittedTasks);
@@ -270,7 +271,7 @@ bool Scheduler::collect() {
         _entries.push_back(std::move(entry));
     }
     _submitted.clear();
-    countStates(_entries, _counts);
+    _counts.countStates(_entries);
     return !_isEnding;
 }
 
@@ -416,25 +417,26 @@ bool Scheduler::begin(Entry& entry) {
 // Computes a piece of what these requests lack, in one pass. If there is no room for all of them, the first goes alone.
 void Scheduler::prepare(const std::vector<Entry*>& group, int64_t rows) {
     std::vector<Continuation*> texts;
-    for (const Entry* entry : group) texts.push_back(entry->text.get());
-    const auto computed = [&] {  // and held
-        int64_t tokens = 0;
-        for (const Continuation* text : texts) tokens += text->held().cachedTokens() - text->held().adoptedTokens();
-        return tokens;
-    };
+    for (Entry* entry : group) {
+        texts.push_back(entry->text.get());
+        if (entry->earlier) continue;
+        entry->earlier = entry->request.extras.echo ? EarlierText() : _past.earlier(*entry, _entries);
+    }
     try {
-        const int64_t before = computed();
+        const std::vector<EvaluatedRows> before = evaluatedBy(texts);
         const Clock::time_point started = Clock::now();
         const std::vector<bool> isDone = prepareTogether(texts, rows);
         const double seconds = since(started);
         const int64_t restored = _counts.spill.restoredPages;
         noteShared();
         // What bringing pages back takes says nothing about computing them.
-        _pace.countPiece(_counts.spill.restoredPages == restored ? computed() - before : 0, seconds);
+        AgainRows evaluated;
+        for (size_t i = 0; i < group.size(); ++i) evaluated.add(*texts[i], before[i], *group[i]->earlier);
+        _pace.countPiece(_counts.spill.restoredPages == restored ? evaluated.all : 0, seconds);
         note([&](SchedulerCounts& counts) {
             ++counts.pieces;
             counts.pieceSeconds += seconds;
-            if (group.front()->figures.pauses > 0) counts.againSeconds += seconds;
+            counts.countAgain(evaluated, seconds);
         });
         for (size_t i = 0; i < group.size(); ++i) {
             Entry& entry = *group[i];
@@ -468,6 +470,7 @@ bool Scheduler::write() {
         steps.push_back(entry->text->chosen().empty());
     }
     if (writing.empty()) return false;
+    const std::vector<EvaluatedRows> before = evaluatedBy(texts);
     const Clock::time_point started = Clock::now();
     try {
         stepTogether(texts, std::max<int64_t>(kDraftRows / static_cast<int64_t>(texts.size()) - 1, 0));
@@ -478,10 +481,13 @@ bool Scheduler::write() {
     }
     const double seconds = since(started);
     _pace.countStep(seconds);
+    AgainRows rows;
+    for (size_t i = 0; i < texts.size(); ++i) rows.add(*texts[i], before[i], {});
     noteShared();
     note([&](SchedulerCounts& counts) {
         ++counts.steps;
         counts.stepSeconds += seconds;
+        counts.countAgain(rows, seconds);
         for (const Continuation* text : texts) counts.stepTokens += static_cast<int64_t>(text->chosen().size());
     });
     for (size_t i = 0; i < writing.size(); ++i) {
@@ -532,7 +538,7 @@ void Scheduler::finish(Entry& entry, Ending ending) {
     if (entry.text && entry.hasBegun) entry.figures.spent.drafts = entry.text->held().running().drafter.counts();
     note([&](SchedulerCounts& counts) {
         ++counts.finished;
-        countStates(_entries, counts);
+        counts.countStates(_entries);
     });
     entry.request.extras = {};
     if (entry.text) entry.text->endAnswer();
@@ -554,6 +560,7 @@ void Scheduler::removeFinished() {
     _kept.reserve(_entries.size());  // so that no text is moved unless all are
     for (const auto& entry : _entries) {
         if (!entry->hasEnded || !entry->text) continue;
+        if (entry->hasBegun) _past.add(*entry);
         if (const auto& conversation = entry->request.conversation) {
             conversation->giveBack(std::move(entry->text));
             _kept.use(*conversation);

@@ -14,12 +14,14 @@
 
 #include "engine/scheduler/answer.h"
 #include "engine/scheduler/conversation.h"
+#include "engine/scheduler/counting/counts.h"
+#include "engine/scheduler/counting/past_texts.h"
+#include "engine/scheduler/counting/turn_clock.h"
 #include "engine/scheduler/entry.h"
 #include "engine/scheduler/kept_texts.h"
 #include "engine/scheduler/pace.h"
 #include "engine/scheduler/task.h"
 #include "engine/texts/continuation.h"
-#include "memory/spill/prefix_store.h"
 
 namespace sharpi {
 
@@ -33,21 +35,6 @@ struct SchedulerOptions {
     // Where copies go that have no room in RAM, and all when the scheduler ends. The scheduler sets its identity.
     CacheDirectoryOptions directory = {};
     std::string file;  // tells the model's file from any other, and all that Python knows of what decides its bits
-};
-
-// What the scheduler has done since it began, and what it has to do.
-struct SchedulerCounts {
-    int64_t waiting = 0, preparing = 0, writing = 0;  // now: requests in the queue, with a prompt to compute, answered
-    int64_t finished = 0, refused = 0, pauses = 0;
-    int64_t steps = 0, stepTokens = 0;  // passes over answers, and the tokens that they gave
-    int64_t pieces = 0;                 // passes over prompts, and over what paused requests had lost
-    double stepSeconds = 0, pieceSeconds = 0;
-    double againSeconds = 0;    // of pieceSeconds: computing what paused requests had lost
-    int64_t adoptedTokens = 0;  // that were not computed, as another request had done so
-    int64_t sharedPages = 0;    // now: pages of the cache that requests with the same beginning find
-    double cacheUsed = 0;       // now: the part of the cache's pages that requests hold, 0 to 1
-    SpillCounts spill;
-    std::string failure;  // why nothing is answered any more: the device has failed; empty: it has not
 };
 
 class Scheduler {
@@ -116,8 +103,10 @@ private:
     // The thread's own.
     RequestEntries _entries;  // in the order in which they came
     KeptTexts _kept;
+    PastTexts _past;
     TaskQueue _tasks;
     Pace _pace;
+    TurnClock _clock;
     std::mutex _closing;
     std::thread _thread;  // the last member: it uses all others
 };

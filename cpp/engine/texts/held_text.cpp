@@ -76,6 +76,7 @@ void HeldText::keep(int64_t tokens, RowKind follower) {
 void HeldText::setAside() { _running.sequence.cutBack(_engine->runner().lock(), 0); }
 
 void HeldText::append(const std::vector<int32_t>& tokens, size_t count) {
+    _running.evaluated.all += static_cast<int64_t>(tokens.size());
     _text.append(tokens.data(), static_cast<int64_t>(count), RowKind::Decode);
 }
 
@@ -124,6 +125,8 @@ Piece HeldText::nextPiece(const LockedModel& model, Addition& addition, int64_t 
 // The text takes each piece of the tokens once it is computed, and with the first piece the kinds that the tokens give
 // to the rows before them.
 bool HeldText::take(const LockedModel& model, const Addition& addition, const Piece& piece) {
+    _running.evaluated.all += piece.count;
+    _running.evaluated.again += std::clamp<int64_t>(_text.size() - piece.begin, 0, piece.count);
     if (piece.end() <= _text.size()) return false;
     _text.follow(addition.text, piece.end());
     share(model, &piece);
@@ -140,6 +143,8 @@ bool HeldText::recomputePiece(const LockedModel& model, int64_t wanted) {
     piece.marks = marksAnd(_common, _marks);
     if (!piece.follower) piece.follower = _running.history.back();
     TextPasses(model, limits()).run({{&_running, piece}});
+    _running.evaluated.all += piece.count;
+    _running.evaluated.again += piece.count;
     share(model, &piece);
     return isComputed();
 }

@@ -11,6 +11,12 @@
 
 namespace sharpi {
 
+// In passes that did not fail.
+struct EvaluatedRows {
+    int64_t all = 0;
+    int64_t again = 0;  // of these, tokens that the text had before, and the cache had lost
+};
+
 // A text as a pass of the model sees it: where it is cached, and how it goes on.
 struct RunningText {
     explicit RunningText(ModelRunner& runner) : sequence(runner) {}
@@ -20,6 +26,7 @@ struct RunningText {
     int32_t best = -1;               // the likeliest tokens that each score names; -1: no scores
     ConstraintFollower constraint;
     Drafter drafter;
+    EvaluatedRows evaluated;
 };
 
 // Passes of the locked model over pieces of texts.

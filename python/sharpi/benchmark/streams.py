@@ -10,9 +10,9 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sharpi.errors import ModelFileError
 
@@ -20,13 +20,15 @@ if TYPE_CHECKING:
     from sharpi.model import Model
     from sharpi.scheduler import Scheduler
 
-__all__ = ["MeasuredStreams", "measure_streams", "part"]
+__all__ = ["MeasuredStreams", "again_share", "measure_streams", "part"]
 
 
 @dataclass(frozen=True)
 class MeasuredStreams:
     """Seconds, but for the counts. tokens_per_second: of all answers, from the first request to the last token, so
-    prompts are included. rows: the mean number of tokens that a step gave."""
+    prompts are included. rows: the mean number of tokens that a step gave. host: the scheduler's own work for a step,
+    without what it computes or waits for the GPU. hidden: the part of it that is done while the GPU is at work, 0 to 1.
+    again: see again_share()."""
 
     streams: int
     prompt_tokens: int
@@ -38,6 +40,9 @@ class MeasuredStreams:
     gap_p99: float
     gap_largest: float
     rows: float
+    host: float
+    hidden: float
+    again: float
 
 
 def measure_streams(model: Model, streams: int, prompt: int, answer: int, long: int = 0) -> MeasuredStreams:
@@ -65,9 +70,11 @@ async def _measured(model: Model, streams: int, prompt: int, answer: int, long: 
         seconds, counts = time.perf_counter() - started, scheduler.counts()
     first = [one[0] for one in times]
     gaps = [later - earlier for one in times for earlier, later in zip(one, one[1:], strict=False)]
-    rows = counts["step_tokens"] / max(counts["steps"], 1)
+    steps, host = max(counts["steps"], 1), counts["step_host_seconds"]
+    hidden = counts["step_hidden_seconds"] / host if host else 0.0
     return MeasuredStreams(streams, prompt, answer, streams * answer / seconds, part(first, 0.5), part(first, 0.99),
-                           part(gaps, 0.5), part(gaps, 0.99), max(gaps), rows)
+                           part(gaps, 0.5), part(gaps, 0.99), max(gaps), counts["step_tokens"] / steps, host / steps, hidden,
+                           again_share(counts))
 
 
 async def _times(scheduler: Scheduler, prompt: list[int], answer: int, never: dict[int, float]) -> list[float]:
@@ -84,6 +91,13 @@ def _never_ending(model: Model) -> dict[int, float]:
         return dict.fromkeys(model.tokenizer.stop_ids, -math.inf)
     except ModelFileError:  # a file without a tokenizer has no end tokens either
         return {}
+
+
+def again_share(counts: Mapping[str, Any]) -> float:
+    """The part of the time of all passes in which a scheduler computed tokens again, 0 to 1. counts:
+    `Scheduler.counts()`."""
+    passes = counts["step_seconds"] + counts["piece_seconds"]
+    return float(counts["again_seconds"] / passes) if passes else 0.0
 
 
 def part(values: Sequence[float], share: float) -> float:

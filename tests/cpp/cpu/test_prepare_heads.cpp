@@ -25,7 +25,7 @@ using Rows = std::vector<float>;
 
 class PrepareHeads : public testing::Test {
 protected:
-    PrepareHeads() : _work(2), _operations(_work) {
+    PrepareHeads() : _work(2, _clock), _operations(_work) {
         StepLimits limits;
         limits.maxRows = kRows;
         limits.context = kContext;
@@ -145,6 +145,7 @@ private:
         for (size_t i = 0; i < got.size(); i++) ASSERT_NEAR(got[i], wanted[i], 5e-6) << what << ", element " << i;
     }
 
+    HostClock _clock;
     CpuWork _work;
     CpuOperations _operations;
     std::vector<uint8_t> _memory;

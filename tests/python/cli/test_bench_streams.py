@@ -39,12 +39,17 @@ def test_streams_are_measured(long: tuple[str, ...]) -> None:
         assert 0 < figures["first_token_median"] <= figures["first_token_p99"]
         assert 0 < figures["gap_median"] <= figures["gap_p99"] <= figures["gap_largest"]
         assert figures["tokens_per_second"] > 0
+        assert 0 < figures["host"] < figures["gap_largest"]
+        assert figures["hidden"] == 0, "the CPU is the device"
+        assert 0 <= figures["again"] < 0.5
 
 
 def test_the_table_has_a_line_for_each_number_of_streams() -> None:
     lines = run("--streams", "2", "--streams", "3", *FAST).stdout.splitlines()
     assert "requests of 20 + 20 tokens, all at once" in lines[0]
     assert [line.split()[0] for line in lines[1:]] == ["streams", "2", "3"]
+    assert lines[1].endswith("host a step  hidden   again")
+    assert [line.split()[-3:-1] for line in lines[2:]] == 2 * [["µs", "0%"]]
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

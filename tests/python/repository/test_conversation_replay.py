@@ -24,7 +24,12 @@ def test_turns_find_all_but_the_last_partial_page(tmp_path: Path, capsys: pytest
         assert turn["reused"] == turn["after_restart"] == turn["before"] // 64 * 64
     assert [demand["requests"] for demand in found["demands"]] == [3, 6, 14]
     assert found["demands"][0]["spilled_pages"] == 0 < found["demands"][2]["spilled_pages"]
+    # Of 66 tokens of prompt and 3 of answer, of 136 + 3 and of 206 + 3, all but whole pages.
+    again = found["again"]
+    assert (again["lost_tokens"], again["answers_again_tokens"], again["cuts_again_tokens"]) == (0, 3 * 3, 2 + 8 + 14)
+    assert 0 < again["share"] < 1
     said = capsys.readouterr().out
+    assert "9 tokens of answers, 24 of prompts after their last page, 0 lost" in said
     assert "| 4 | 276 | 210 | 192 | 192 |" in said and "x the rest alone" in said and "| 300% | 14 |" in said
 
 

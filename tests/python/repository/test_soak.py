@@ -16,6 +16,7 @@ import soak  # noqa: E402
 def test_nothing_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     soak.main(["--device", "cpu", "--requests", "60", "--streams", "8"])
     said = capsys.readouterr().out.splitlines()
+    assert "of the time of passes for" in said[1]
     assert len(said) == 3 and said[-1].startswith("60 requests in ") and "'cancelled'" in said[-1]
 
 

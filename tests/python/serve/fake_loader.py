@@ -14,7 +14,7 @@ from sharpi.serve.models.catalog import ModelFile
 from sharpi.serve.models.loading import Loaded
 
 COUNTS = {"waiting": 0, "preparing": 0, "writing": 0, "finished": 0, "refused": 0, "pauses": 0, "steps": 0,
-          "step_tokens": 0, "step_seconds": 0.0, "pieces": 0, "piece_seconds": 0.0, "again_seconds": 0.0}
+          "step_tokens": 0, "step_seconds": 0.0, "pieces": 0, "piece_seconds": 0.0, "answers_again_tokens": 0}
 
 
 class FakeLoader:

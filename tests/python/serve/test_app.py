@@ -230,7 +230,7 @@ def test_metrics_count_requests_by_endpoint_and_schedulers_by_model(tmp_path: Pa
         app = create_app(ServerSettings(), model_files(tmp_path, "a"), loader=loader)
         async with running(app) as client:
             await until(client, (200, "ok"))
-            loader.counts.update(waiting=3, writing=2, steps=7, step_seconds=0.5)
+            loader.counts.update(waiting=3, writing=2, steps=7, step_seconds=0.5, answers_again_tokens=6)
             for path in ("/v1/models", "/v1/models/a", "/v1/models/b", "/made-up/1", "/made-up/2"):
                 await client.get(path)
             found = samples((await client.get("/metrics")).text)
@@ -239,6 +239,7 @@ def test_metrics_count_requests_by_endpoint_and_schedulers_by_model(tmp_path: Pa
             assert found["sharpi_requests_total", "other", "404"] == 2, "clients must not make counters"
             assert found["sharpi_requests_waiting", "a"] == 3 and found["sharpi_requests_running", "a"] == 2
             assert found["sharpi_steps_total", "a"] == 7 and found["sharpi_step_seconds_total", "a"] == 0.5
+            assert found["sharpi_answers_again_tokens_total", "a"] == 6
             assert found["sharpi_model_loaded", "a"] == 1
 
     asyncio.run(scenario())

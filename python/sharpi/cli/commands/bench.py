@@ -157,7 +157,8 @@ def _streams_table(name: str, tokens: int, results: Sequence[MeasuredStreams],
     beside = any(expected)
     lines = [f"{printable(name)}: requests of {prompt:,} + {tokens - prompt:,} tokens, all at once",
              f"  {'streams':>7}{'tokens/s':>10}{'predicted' if beside else '':>11}{'first token':>14}{'(p99)':>10}"
-             f"{'gap':>10}{'(p99)':>10}{'largest':>10}{'rows a step':>13}"]
+             f"{'gap':>10}{'(p99)':>10}{'largest':>10}{'rows a step':>13}"
+             f"{'host a step':>13}{'hidden':>8}{'again':>8}"]
     for result, found in zip(results, expected, strict=True):
         said = speed(found.answer_tokens_per_second) if found else ""
         times = (result.first_token_median, result.first_token_p99, result.gap_median, result.gap_p99,
@@ -165,7 +166,7 @@ def _streams_table(name: str, tokens: int, results: Sequence[MeasuredStreams],
         columns = (14, 10, 10, 10, 10)
         lines.append(f"  {result.streams:>7}{speed(result.tokens_per_second):>10}{said:>11}"
                      + "".join(f"{seconds(time):>{width}}" for time, width in zip(times, columns, strict=True))
-                     + f"{result.rows:>13.1f}")
+                     + f"{result.rows:>13.1f}{1e6 * result.host:>10.0f} µs{result.hidden:>8.0%}{result.again:>8.1%}")
     return "\n".join(lines)
 
 

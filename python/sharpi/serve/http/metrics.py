@@ -44,6 +44,16 @@ _COUNTERS = {
     "written_copies": ("written_copies", "Pages and states written to the cache directory"),
     "loaded_copies": ("loaded_copies", "Pages and states read from the cache directory"),
     "piece_seconds": ("prompt_piece_seconds", "Seconds spent in pieces of prompts"),
+    "step_host_seconds": ("step_host_seconds", "Seconds of the scheduler's own work for steps"),
+    "step_hidden_seconds": ("step_hidden_seconds", "Those while the GPU was at work"),
+    "piece_host_seconds": ("prompt_piece_host_seconds", "Seconds of the scheduler's own work for pieces of prompts"),
+    "piece_hidden_seconds": ("prompt_piece_hidden_seconds", "Those while the GPU was at work"),
+    "lost_tokens": ("lost_tokens", "Tokens computed again that pauses lost, or others who needed the memory"),
+    "lost_seconds": ("lost_seconds", "Seconds of steps and pieces spent on them"),
+    "answers_again_tokens": ("answers_again_tokens", "Tokens of answers computed again in later prompts"),
+    "answers_again_seconds": ("answers_again_seconds", "Seconds of steps and pieces spent on them"),
+    "cuts_again_tokens": ("cuts_again_tokens", "Tokens of prompts computed again after their last shared page"),
+    "cuts_again_seconds": ("cuts_again_seconds", "Seconds of steps and pieces spent on them"),
 }
 
 
