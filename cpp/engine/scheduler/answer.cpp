@@ -25,7 +25,7 @@ Arrivals::~Arrivals() {
     for (const int end : _ends) close(end);
 }
 
-// The pipe holds one byte from the first answer on until the next drain().
+// The pipe holds one byte from wake() on until the next drain().
 std::vector<int64_t> Arrivals::drain() {
     std::lock_guard<std::mutex> lock(_mutex);
     std::vector<int64_t> numbers;
@@ -50,6 +50,11 @@ void Arrivals::add(Answer& answer) {
     (_last ? _last->_next : _first) = &answer;
     _last = &answer;
     ++_count;
+}
+
+void Arrivals::wake() {
+    std::lock_guard<std::mutex> lock(_mutex);
+    if (!_first) return;
     if (!std::exchange(_isReadable, true)) [[maybe_unused]]
         const ssize_t written = write(_ends[1], "", 1);
 }
@@ -137,7 +142,7 @@ void Answer::add(std::vector<Chosen> tokens, const Spent& spent) {
         if (isCounted()) _news.spent.resize(wanted, spent);
         _unread += static_cast<int64_t>(tokens.size());
     }
-    announce();
+    if (_arrivals) _arrivals->add(*this);
 }
 
 void Answer::add(const std::vector<Score>& promptScores) {
@@ -145,7 +150,7 @@ void Answer::add(const std::vector<Score>& promptScores) {
         std::lock_guard<std::mutex> lock(_mutex);
         _news.promptScores = promptScores;
     }
-    announce();
+    arrive();
 }
 
 void Answer::end(Ending ending) {
@@ -154,12 +159,17 @@ void Answer::end(Ending ending) {
         _news.ending = std::move(ending);
         _hasEnded = true;
     }
+    arrive();
+}
+
+void Answer::arrive() {
+    if (_arrivals) _arrivals->add(*this);
     announce();
 }
 
 void Answer::announce() {
     _changed.notify_all();
-    if (_arrivals) _arrivals->add(*this);
+    if (_arrivals) _arrivals->wake();
 }
 
 }  // namespace sharpi

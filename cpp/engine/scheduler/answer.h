@@ -29,8 +29,10 @@ public:
     int descriptor() const { return _ends[0]; }
     // The numbers of the answers with something new since the last call.
     std::vector<int64_t> drain();
-    // Takes no memory, so that no news is lost when there is none.
+    // Takes no memory, so that no news is lost when there is none. The thread that waits is told by wake().
     void add(Answer& answer);
+    // Wakes it, if there is something new.
+    void wake();
     void remove(Answer& answer);
 
 private:
@@ -80,13 +82,15 @@ public:
     // Whether as many tokens as may be are written ahead of the reader.
     bool isBehind() const { return _unread >= _ahead; }
     void setProgress(int64_t computedTokens, int64_t reusedTokens);
+    // Who waits is told by announce(): if many answers have tokens, that wakes a thread once, after it all.
     void add(std::vector<Chosen> tokens, const Spent& spent);
+    void announce();
     void add(const std::vector<Score>& promptScores);
     void end(Ending ending);
 
 private:
     friend class Arrivals;
-    void announce();
+    void arrive();
     bool countTaken(const News& news);
     template <typename HasNews, typename Take> News await(double seconds, const HasNews& hasNews, const Take& take);
 

@@ -500,6 +500,7 @@ bool Scheduler::write() {
             finish(*writing[i], failed(error));
         }
     }
+    for (const Entry* entry : writing) entry->answer->announce();
     return true;
 }
 

@@ -566,11 +566,37 @@ TEST(Arrivals, ForgetAnswersThatAreGone) {
         EXPECT_EQ(arrivals->drain(), expected);
         EXPECT_FALSE(isReadable());
         answers.back()->add({Chosen{}}, {});
+        answers.back()->announce();
         answers.clear();
         EXPECT_TRUE(isReadable()) << "it was, and may have woken its reader";
         EXPECT_TRUE(arrivals->drain().empty());
         EXPECT_FALSE(isReadable());
     }
+}
+
+// A thread that waits for many answers is woken once for the tokens of a step.
+TEST(Arrivals, WakeOnceForManyAnswers) {
+    const auto arrivals = std::make_shared<Arrivals>();
+    const auto isReadable = [&] {
+        pollfd readable{arrivals->descriptor(), POLLIN, 0};
+        return poll(&readable, 1, 0) == 1;
+    };
+    std::vector<std::unique_ptr<Answer>> answers;
+    for (int64_t number = 0; number < 3; ++number) {
+        answers.push_back(std::make_unique<Answer>(number, arrivals));
+        answers.back()->add({Chosen{}}, {});
+        EXPECT_FALSE(isReadable());
+    }
+    answers[0]->announce();
+    EXPECT_TRUE(isReadable());
+    EXPECT_EQ(arrivals->drain(), (std::vector<int64_t>{0, 1, 2}));
+    for (const size_t other : {1, 2}) {
+        answers[other]->announce();
+        EXPECT_FALSE(isReadable()) << "its news is known";
+    }
+    answers[2]->end({});
+    EXPECT_TRUE(isReadable());
+    EXPECT_EQ(arrivals->drain(), std::vector<int64_t>{2});
 }
 
 TEST(Pace, PiecesFitTheGap) {
