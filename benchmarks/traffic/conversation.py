@@ -197,7 +197,8 @@ def show(found: dict[str, Any]) -> None:
           f" {sums['cold_seconds'] / sums['seconds']:.2f} x faster than cold")
     again = found["again"]
     print(f"computing again took {again['share']:.1%} of the time of passes: {again['answers_again_tokens']:,} tokens"
-          f" of answers, {again['cuts_again_tokens']:,} of prompts after their last page, {again['lost_tokens']:,} lost\n")
+          f" of answers, {again['cuts_again_tokens']:,} of prompts after their last page,"
+          f" {again['lost_tokens']:,} lost\n")
     print("| demand | requests | s | with room for all, s | computing again, s | pauses | pages spilled, restored |")
     print("| ---: " * 7 + "|")
     for one in found["demands"]:

@@ -73,8 +73,8 @@ async def _measured(model: Model, streams: int, prompt: int, answer: int, long: 
     steps, host = max(counts["steps"], 1), counts["step_host_seconds"]
     hidden = counts["step_hidden_seconds"] / host if host else 0.0
     return MeasuredStreams(streams, prompt, answer, streams * answer / seconds, part(first, 0.5), part(first, 0.99),
-                           part(gaps, 0.5), part(gaps, 0.99), max(gaps), counts["step_tokens"] / steps, host / steps, hidden,
-                           again_share(counts))
+                           part(gaps, 0.5), part(gaps, 0.99), max(gaps), counts["step_tokens"] / steps, host / steps,
+                           hidden, again_share(counts))
 
 
 async def _times(scheduler: Scheduler, prompt: list[int], answer: int, never: dict[int, float]) -> list[float]:
