@@ -354,7 +354,10 @@ def main() -> None:
         long = "RowsKeepTheirKinds|APausedRequestGoesOn"
         cpp_tests(tools, "tests-asan", ["SHARPI_CUDA=OFF", "SHARPI_SANITIZE=address;undefined"], "-E", long)
         cpp_tests(tools, "tests-tsan", ["SHARPI_CUDA=OFF", "SHARPI_SANITIZE=thread"], "-R",
-                  "^(ThreadPool|Scheduler|Arrivals)", "-E", long, targets=("test_thread_pool", "test_scheduler"))
+                  "^(ThreadPool|Scheduler|Arrivals|Conversations|Counts|HostClock|SharedPrefixes)", "-E",
+                  f"{long}|SharedPrefixes.(AreComputedOnce|AnswersStayTheSame)",
+                  targets=("test_thread_pool", "test_scheduler", "test_conversations", "test_counts",
+                           "test_shared_prefixes"))
     install(tools, cuda)
     if not options.gpu:
         fetch_oldest_cmake(tools)
