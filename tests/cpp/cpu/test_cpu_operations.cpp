@@ -122,7 +122,8 @@ protected:
     }
 
     StepLimits limits;
-    CpuWork work{2};
+    HostClock clock;
+    CpuWork work{2, clock};
     CpuOperations ops{work};
     Batch batch;
     Values residual;

@@ -139,7 +139,8 @@ protected:
     }
     float normal() { return _normal(random()); }
 
-    CpuWork _work{2};
+    HostClock _clock;
+    CpuWork _work{2, _clock};
     CpuOperations _ops{_work};
     Batch _batch;
     std::vector<uint8_t> _memory;

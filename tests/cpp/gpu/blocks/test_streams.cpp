@@ -20,7 +20,8 @@ struct Case {
 
 // The CPU's operations and their buffers.
 struct OnCpu {
-    CpuWork work{2};
+    HostClock clock;
+    CpuWork work{2, clock};
     CpuOperations ops{work};
     Batch batch;
     std::vector<uint8_t> memory;
