@@ -174,6 +174,7 @@ inline std::vector<Variation> variations(DType matrices = DType::Q8_0) {
         m.forRouting([](int32_t, ExpertFfnSpec& f) { f.routing.weightsInput = true; });
     });
     Options latents = mambas().back();
+    latents.layers = 6;  // two have experts
     latents.experts = 8;
     latents.used = 3;
     add("experts that read latents", latents, [](VariedModel&) {});
