@@ -54,7 +54,7 @@ TEST_F(CudaHybrids, StepsOfSixtyFourSequencesHaveTheCpusBits) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model(tiny);
         for (const bool replay : {true, false}) {
-            Together all(model, 64, 64, KvType::BF16, kTexts + 30);
+            Together all(model, 64, 64, KvType::BF16, 2 * kTexts);
             all.pass.backend.recording()->setReplays(replay);
             Session cpu(load(model, options(false)));
             for (size_t s = 0; s < kTexts; ++s) {
