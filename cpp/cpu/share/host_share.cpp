@@ -110,7 +110,7 @@ HostShare::HostShare(int threads, void* memory, const StepLimits& limits, int64_
     _threadScratchBytes = Allocator::aligned(cpu::matmulScratchBytes(std::max(limits.embedding, limits.denseHidden)));
     scratch.take(_threadScratchBytes * static_cast<size_t>(threads));
     const size_t gate = scratch.floats(rows * limits.denseHidden), up = scratch.floats(rows * limits.denseHidden);
-    _scratch.reset(static_cast<uint8_t*>(::operator new (scratch.bytes(), std::align_val_t{64})));
+    _scratch.reset(static_cast<uint8_t*>(::operator new(scratch.bytes(), std::align_val_t{64})));
     std::memset(_scratch.get(), 0, scratch.bytes());  // so that the system hands out the pages before the first step
     _gate = reinterpret_cast<float*>(_scratch.get() + gate);
     _up = reinterpret_cast<float*>(_scratch.get() + up);

@@ -101,7 +101,7 @@ public:
 
 private:
     struct Release {
-        void operator()(uint8_t* bytes) const { ::operator delete (bytes, std::align_val_t{64}); }
+        void operator()(uint8_t* bytes) const { ::operator delete(bytes, std::align_val_t{64}); }
     };
 
     bool awaitSent(uint32_t ticket);

@@ -98,7 +98,8 @@ def _advised(error: OutOfMemoryError, available: int, plan: Plan, file: GgufFile
 
 def _advice(plan: Plan, available: int, request: Request) -> str:
     def fits(context: int, batch: int) -> bool:
-        return request.total(plan.device, context, request.most_rows(batch, context), plan.homes, plan.expert_slots) <= available
+        rows = request.most_rows(batch, context)
+        return request.total(plan.device, context, rows, plan.homes, plan.expert_slots) <= available
 
     batch = plan.batch
     while batch >= 1:

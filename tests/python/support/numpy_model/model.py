@@ -12,7 +12,7 @@ import numpy as np
 from tiny_models import dequantized
 
 from numpy_model.blocks import block_attention, streamed
-from numpy_model.description import Attention, Blocks, Delta, Description, Experts, Latent, Layer, Mamba
+from numpy_model.description import Attention, Blocks, Delta, Description, Experts, Latent, Layer
 from numpy_model.families import Keys, describe
 from numpy_model.mamba import mamba
 from numpy_model.parts import (
@@ -129,8 +129,12 @@ class NumpyModel:
         block, before = f"blk.{number}.", x
         normed = x if layer.pre_norms == "none" else self._pre_norm(x, block + "attn_norm")
         if layer.mixer is not None:
-            mixed = sum(self._mixed(number, block, part, normed) for part in (layer.mixer, layer.mamba)
-                        if part is not None)
+            read, epsilon = (self._linear, self._tensor), self.description.epsilon
+            mixed = sum(self._attention(number, part, normed) if isinstance(part, Attention) else
+                        self._delta(block, part, normed) if isinstance(part, Delta) else
+                        block_attention(part, block, normed, read, epsilon) if isinstance(part, Blocks) else
+                        mamba(part, block, normed, read, epsilon)
+                        for part in (layer.mixer, layer.mamba) if part is not None)
             x = x + layer.factor * (self._norm(mixed, block + "post_attention_norm") if layer.post_norms else mixed)
         if layer.feeds:
             if layer.pre_norms != "one":
@@ -144,17 +148,6 @@ class NumpyModel:
             return x
         scale = self._tensor(block + "layer_output_scale.weight")
         return x * scale if layer.scales == "the stream" else before + (x - before) * scale
-
-    def _mixed(self, number: int, block: str, part: Attention | Delta | Mamba | Blocks, normed: np.ndarray) -> np.ndarray:
-        """What one of a layer's mixers makes of the normed rows."""
-        if isinstance(part, Attention):
-            return self._attention(number, part, normed)
-        if isinstance(part, Delta):
-            return self._delta(block, part, normed)
-        read = self._linear, self._tensor
-        if isinstance(part, Blocks):
-            return block_attention(part, block, normed, read, self.description.epsilon)
-        return mamba(part, block, normed, read, self.description.epsilon)
 
     # --- Tensors ---
 
