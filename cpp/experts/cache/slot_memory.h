@@ -31,7 +31,7 @@ public:
     // many rows miss more experts. For them, a large pool has one for each kSlotsForMoreLanding slots, up to
     // kMostLanding. Every pool has at least one.
     static constexpr size_t kLandingBytes = size_t{64} << 20, kLandingOfToken = 8, kSlotsForALanding = 8;
-    static constexpr size_t kMostLanding = kMaxExpertFetches, kSlotsForMoreLanding = 128;
+    static constexpr size_t kMostLanding = kMaxExpertFetches, kSlotsForMoreLanding = 192;
 
     struct PoolShape {
         int32_t layers = 0;

@@ -200,11 +200,11 @@ TEST(ExpertSlots, LargeCachesHaveLandingPlacesForManyRows) {
     DeviceLayout layout;
     layout.bytes = [](const Matrix&) { return size_t{4096}; };
     for (const auto& [slots, landing] : std::vector<std::pair<int32_t, int32_t>>{
-             {1000, 8}, {1151, 8}, {1152, 9}, {4000, 31}, {8191, 63}, {8192, 64}, {9999, 64}}) {
+             {1000, 8}, {1727, 8}, {1728, 9}, {4000, 20}, {12287, 63}, {12288, 64}, {13000, 64}}) {
         FakeDevice device(size_t{1} << 30);
         Allocator allocator(device);
         ExpertSlotManager world(allocator, layout);
-        const MatrixStack stack{{DType::F32, 1, 32, nullptr}, 128, 10000};
+        const MatrixStack stack{{DType::F32, 1, 32, nullptr}, 128, 14000};
         world.addLayer({stack, stack, stack});
         world.take(static_cast<size_t>(slots) * 3 * 4096, nullptr);
         EXPECT_EQ(world.pools()[0].landing, landing) << slots;

@@ -68,7 +68,7 @@ class FakeSpec:
 
     def memory_lines(self, options: _core.EngineOptions) -> list[tuple[str, int]]:
         batch, context, on_gpu = options.batch, options.context, options.device == "cuda"
-        assert 1 <= batch <= context and not options.homes and options.sequences == 4
+        assert 1 <= batch <= max(context, options.cache_tokens) and not options.homes and options.sequences == 4
         assert options.prompt == "exact" or (on_gpu and batch >= min(64, context))
         weights = [("token embedding", 300), ("layer 0", 250), ("layer 1", 350), ("output head", self.weights - 900)]
         return [*((name, count if on_gpu else 0) for name, count in weights),
@@ -160,10 +160,9 @@ def test_batches() -> None:
 def test_a_batch_has_prompts_of_several_sequences() -> None:
     """Its rows are bounded by what the cache holds, not by one sequence's context."""
     for device, batch in (("cuda", 2048), ("cpu", 512)):
-        plan = plan_of(device=device, context=128, cache_tokens=64 * 128)
-        assert (plan.context, plan.batch) == (128, batch)
-        assert plan_of(device=device, context=128, cache_tokens=256).batch == 256
-        assert plan_of(device=device, context=128).batch == 128
+        for tokens, expected in ((64 * 128, batch), (256, 256), (0, 128)):
+            plan = plan_of(device=device, context=128, cache_tokens=tokens, batch=None)
+            assert (plan.context, plan.batch) == (128, expected), (device, tokens)
 
 
 def test_the_default_batch_on_the_gpu_shrinks_to_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
