@@ -108,14 +108,12 @@ def test_matches_numpy_however_the_tokens_are_cut(name: str, tmp_path: Path) -> 
 
 
 def golden_answers(path: Path, golden: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """The golden logits; and where a choice between two experts hangs on less than products in split form keep, 2^-17,
+    """The golden logits; and for each choice between two experts that hangs on less than products in split form keep,
     those with the other one chosen, which is as right."""
     model, tokens = NumpyModel(path), golden["tokens"].tolist()
     assert relative_error(model.logits(tokens)[golden["positions"]], golden["logits"]) < 1e-5
-    answers = [golden["logits"]]
-    if model.closest_choice is not None and model.closest_choice[0] < 2**-17:
-        answers.append(NumpyModel(path, otherwise=model.closest_choice[1:]).logits(tokens)[golden["positions"]])
-    return answers
+    others = (NumpyModel(path, otherwise=choice).logits(tokens) for choice in model.close_choices)
+    return [golden["logits"], *(other[golden["positions"]] for other in others)]
 
 
 @pytest.mark.parametrize("name", [*GOLDEN, "deepseek4"])
@@ -191,13 +189,14 @@ def test_golden_families_in_types_that_round(name: str, tmp_path: Path) -> None:
 
 
 def test_llama_4_beyond_its_first_chunk(tmp_path: Path) -> None:
-    """As on the CPU (test_reference.py)."""
+    """As on the CPU (test_reference.py). Of its 8,320 rows a few choose between two experts by a hair's breadth."""
     golden, path = np.load(LONG_LLAMA4), write_golden("llama4", tmp_path)
-    tokens, positions, expected = golden["tokens"].tolist(), golden["positions"], golden["logits"]
+    tokens, positions, answers = golden["tokens"].tolist(), golden["positions"], golden_answers(path, golden)
+    assert 1 < len(answers) < 8
     with load(path, batch=512, context=len(tokens)) as model:
         for kind, chunks in (("prompt", ()), ("prompt", (8170, *[1] * 40, 7, 40)), ("decode", (8170, *[1] * 150))):
             found = model.logits(tokens, chunks=chunks, kind=kind)[positions]
-            assert relative_error(found, expected) < FLOAT32_BOUND, (kind, chunks[:3])
+            assert min(relative_error(found, each) for each in answers) < FLOAT32_BOUND, (kind, chunks[:3])
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16"])

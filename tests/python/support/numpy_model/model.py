@@ -34,6 +34,8 @@ from sharpi.files.gguf import GgufFile
 
 __all__ = ["NumpyModel", "relative_error"]
 
+CLOSE = 2**-17  # what products in split form keep
+
 _FLOATS = ("F32", "F16", "BF16")
 _ROUND_KV = {"fp32": lambda x: x, "fp16": lambda x: x.astype(np.float16).astype(np.float64), "bf16": round_bf16}
 
@@ -51,15 +53,15 @@ class NumpyModel:
     last of the chosen experts gives way to the next best. context: how many tokens there is room for, if the model
     asks.
 
-    description: what the file says that the model computes. closest_choice: after a call, (gap, layer, row) of the
-    closest choice of experts: the gap between the last chosen one and the next best, as a part of the layer's largest
-    router logit.
+    description: what the file says that the model computes. close_choices: after logits(), (layer, row) of each choice
+    of experts in which the last chosen one is no more than CLOSE better than the next best, as a part of the layer's
+    largest router logit.
     """
 
     def __init__(self, path: Path, *, int8_activations: bool = False, kv_dtype: str = "fp32",
                  otherwise: tuple[str, int] | None = None, context: int = 0) -> None:
         self._otherwise = otherwise
-        self.closest_choice: tuple[float, str, int] | None = None
+        self.close_choices: list[tuple[str, int]] = []
         self._file = GgufFile.open(path)
         self._infos = {tensor.name: tensor for tensor in self._file.tensors}
         self._read: dict[str, np.ndarray] = {}
@@ -83,6 +85,7 @@ class NumpyModel:
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         """float64 [len(tokens), vocab]."""
+        self.close_choices = []
         return self._head(self._rows(tokens))
 
     def draft_logits(self, tokens: list[int]) -> np.ndarray:
@@ -349,8 +352,7 @@ class NumpyModel:
         elif count < kind.count:
             last, next_best = np.take_along_axis(keys, order[:, count - 1 : count + 1], axis=1).T
             gaps = (last - next_best) / np.abs(keys[np.isfinite(keys)]).max()
-            if self.closest_choice is None or gaps.min() < self.closest_choice[0]:
-                self.closest_choice = (float(gaps.min()), block, int(gaps.argmin()))
+            self.close_choices += [(block, int(row)) for row in np.flatnonzero(gaps < CLOSE)]
         if self._otherwise is not None and self._otherwise[0] == block:
             row = order[self._otherwise[1]]
             row[count - 1], row[count] = row[count], row[count - 1]
