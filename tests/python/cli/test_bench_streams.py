@@ -57,6 +57,9 @@ def test_the_table_has_a_line_for_each_number_of_streams() -> None:
     (("--long-prompt", "64"), "--long-prompt needs --streams"),
     (("--streams", "2", "--decode", "5"), "--decode times single requests"),
     (("--draft-tokens", "2"), "--draft-tokens needs --draft mtp or --draft ngram"),
+    (("--streams", "2", "-c", "256"), "requests of 512 tokens do not fit into a context of 256: -c sets it"),
+    (("--streams", "2", "--tokens", "40", "-c", "64", "--long-prompt", "64"),
+     "a prompt of 64 tokens and its answer do not fit into a context of 64: -c sets it"),
 ])
 def test_options_that_would_be_ignored_are_refused(arguments: tuple[str, ...], said: str) -> None:
     result = run(*arguments)

@@ -128,8 +128,11 @@ def _bench_streams(options: ModelOptions, streams: Sequence[int], tokens: int, l
     from sharpi.planning.streams import forecast, room_for
 
     most = max(streams)
-    context, sequences, cache_tokens = room_for(most, tokens, None, None, None)
+    context, sequences, cache_tokens = room_for(most, tokens, options.context or None, None, None)
     if long_prompt:
+        if options.context and long_prompt >= options.context:
+            raise click.UsageError(f"a prompt of {long_prompt:,} tokens and its answer do not fit into a context of "
+                                   f"{options.context:,}: -c sets it")
         context, sequences = max(context, long_prompt + 1), sequences + 1
         cache_tokens += long_prompt + 64
     with options.load(context=context, sequences=sequences, cache_tokens=cache_tokens) as model:
