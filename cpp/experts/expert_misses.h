@@ -26,9 +26,11 @@ public:
     ExpertMisses(ExpertSlotManager& slots, ExpertPrefetcher& prefetcher, ExpertAccessProfiler& profiler,
                  const ExpertUse& use, Prefetch mode, Reachable reachable);
 
-    // How many of `missed` experts of `bytes` bytes each the GPU should fetch in a step of so many pairs; order() may
-    // try another number.
-    int32_t share(int32_t missed, size_t bytes, int32_t pairs = 1) const { return shareOf(pairs).best(missed, bytes); }
+    // How many of `missed` experts of `bytes` bytes each the GPU should fetch; order() may try another number. pairs:
+    // of the step.
+    int32_t share(int32_t missed, size_t bytes, int32_t pairs = 1) const {
+        return _shares[sizeOf(pairs)].best(missed, bytes);
+    }
     // The experts that the GPU was ordered to fetch since the last call, including those ahead: they kept the bus busy.
     int64_t takeFetched();
 
@@ -43,8 +45,6 @@ private:
     // have different powers of two are measured apart: what one learns would mislead the others.
     static constexpr int32_t kSizes = 16;
     static size_t sizeOf(int32_t pairs);
-    const MissShare& shareOf(int32_t pairs) const { return _shares[sizeOf(pairs)]; }
-    MissShare& shareOf(int32_t pairs) { return _shares[sizeOf(pairs)]; }
     void findMissed(const int32_t* chosen, const int32_t* slot, int32_t pairs);
     void orderAhead(int32_t layer, const int32_t* predicted, int32_t pairs, ExpertOrders& orders);
     bool fetch(int32_t layer, int32_t expert, bool ahead, ExpertFetch& to);

@@ -1,6 +1,7 @@
 // See request.h.
 #include "engine/scheduler/request.h"
 
+#include <algorithm>
 #include <new>
 #include <string>
 
@@ -66,9 +67,12 @@ void requireServable(const Request& request, const SequenceLimits& limits) {
         throw Error(ErrorKind::InvalidArgument, "a request needs more than 0 seconds");
 }
 
+int64_t commonTokens(const std::vector<int32_t>& a, const std::vector<int32_t>& b) {
+    return std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin();
+}
+
 int64_t commonTokens(const Request& a, const Request& b) {
-    if (a.salt != b.salt) return 0;
-    return std::mismatch(a.prompt.begin(), a.prompt.end(), b.prompt.begin(), b.prompt.end()).first - a.prompt.begin();
+    return a.salt == b.salt ? commonTokens(a.prompt, b.prompt) : 0;
 }
 
 const char* finishName(Finish finish) {

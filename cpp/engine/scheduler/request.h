@@ -40,7 +40,8 @@ struct Request {
 // Throws Error(InvalidArgument) for a request that can never be served.
 void requireServable(const Request& request, const SequenceLimits& limits);
 
-// Tokens with which both prompts begin, if they may share what is computed.
+// Tokens with which both begin; of prompts, if they may share what is computed.
+int64_t commonTokens(const std::vector<int32_t>& a, const std::vector<int32_t>& b);
 int64_t commonTokens(const Request& a, const Request& b);
 
 // Why an answer ended.

@@ -201,6 +201,11 @@ class Plan:
         return all(home.home == VRAM for home in self.homes)
 
     @property
+    def most_cached(self) -> int:
+        """The tokens of all sequences that the KV cache has room for."""
+        return max(self.context, self.cache_tokens)
+
+    @property
     def offered_context(self) -> int:
         """For a plan that does not fit: the fitting context, or 0 if it is too short to be worth the offer."""
         return self.fitting_context if self.fitting_context >= min(SMALLEST_CONTEXT, self.context) else 0
@@ -309,12 +314,11 @@ def _check(plan: Plan, file: GgufFile, spec: Any) -> None:
         raise InvalidRequestError(f"the plan is for another {plan.model}, with other tensors")
     if plan.context > (plan.rope.longest_context(file) if plan.rope else spec.context_length):
         raise InvalidRequestError(f"its context of {plan.context} tokens is more than the model's")
-    cached = max(plan.context, plan.cache_tokens)
-    if plan.batch > cached:
-        raise InvalidRequestError(f"its batch of {plan.batch} is more than the {cached} tokens of its cache")
+    if plan.batch > plan.most_cached:
+        raise InvalidRequestError(f"its batch of {plan.batch} is more than the {plan.most_cached} tokens of its cache")
     if plan.prompt == FAST and plan.device == "cpu":
         raise InvalidRequestError(f"its 'prompt' is {FAST}, and the CPU's prompts are {EXACT}")
-    if plan.prompt == FAST and plan.batch < min(prompt_tile(), cached):
+    if plan.prompt == FAST and plan.batch < min(prompt_tile(), plan.most_cached):
         raise InvalidRequestError(f"its batch of {plan.batch} is less than the {prompt_tile()} that fast prompts take")
     if plan.mtp and not spec.prediction_layers:
         raise InvalidRequestError("it loads a prediction layer, and the model has none to use")

@@ -46,7 +46,7 @@ struct SchedulerCounts {
     std::string failure;  // why nothing is answered any more: the device has failed; empty: it has not
 
     void countStates(const RequestEntries& entries);
-    // What a pass of so many seconds has evaluated again.
+    // Counts what a pass has evaluated again. seconds: that the whole pass took.
     void countAgain(const AgainRows& rows, double seconds);
 };
 

@@ -22,10 +22,10 @@ bool beginsWith(const std::vector<int32_t>& text, const std::vector<int32_t>& be
 
 // The tokens at the beginning of both, if there are more than `least`: then the one after those is the same too, which
 // few other texts have.
-int64_t commonTokens(const std::vector<int32_t>& a, const std::vector<int32_t>& b, int64_t least) {
+int64_t commonBeyond(const std::vector<int32_t>& a, const std::vector<int32_t>& b, int64_t least) {
     const auto next = static_cast<size_t>(least);
     if (std::min(a.size(), b.size()) <= next || a[next] != b[next]) return 0;
-    return std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin();
+    return commonTokens(a, b);
 }
 
 }  // namespace
@@ -57,7 +57,7 @@ EarlierText PastTexts::earlier(const RequestEntry& entry, const RequestEntries& 
     EarlierText best;
     const auto compare = [&](const std::string& salt, const Transcript& evaluated, int64_t promptTokens) {
         if (salt != entry.request.salt) return;
-        const int64_t common = commonTokens(prompt, evaluated.tokens(), std::max(held.size(), best.tokens));
+        const int64_t common = commonBeyond(prompt, evaluated.tokens(), std::max(held.size(), best.tokens));
         const int64_t tokens = std::min(common, last);
         if (tokens <= std::max(held.size(), best.tokens)) return;
         const int64_t sharable =

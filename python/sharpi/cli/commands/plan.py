@@ -194,7 +194,7 @@ def _seen(plan: Plan) -> str:
 
 
 def _the_rest(plan: Plan) -> list[_Row]:
-    tokens = max(plan.context, plan.cache_tokens)
+    tokens = plan.most_cached
     rows = [("KV cache", plan.kv_bytes, f"{tokens:,} tokens, {plan.kv_dtype}" + _seen(plan)),
             ("scratch", plan.scratch_bytes, f"batches of {plan.batch:,} tokens")]
     if plan.state_bytes:

@@ -106,7 +106,7 @@ def _of_loaded(loaded: Loaded) -> dict[str, Any]:
     model = loaded.model
     return {"device": model.device, "device_name": model.device_name, "prompt": model.plan.prompt,
             "plan": _plan(model), "experts": _experts(model),
-            "cache_tokens": max(model.plan.context, model.plan.cache_tokens)}
+            "cache_tokens": model.plan.most_cached}
 
 
 def _plan(model: LoadedModel) -> list[dict[str, Any]]:

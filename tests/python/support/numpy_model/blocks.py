@@ -12,7 +12,7 @@ from numpy_model.parts import rms, rotate, sigmoid
 
 __all__ = ["block_attention", "streamed"]
 
-_OVERLAPPING = 4  # a block of so many tokens is made of those of the block before it, too
+_OVERLAPPING = 4  # a block of 4 tokens is also made of the 4 tokens before it
 
 _Model = tuple[Callable[[np.ndarray, str], np.ndarray], Callable[[str], np.ndarray]]
 
