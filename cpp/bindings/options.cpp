@@ -67,8 +67,8 @@ void bindOptions(py::module_& m) {
                               "How a model runs: what an Engine is built with, and what its memory is planned with.")
         .def(py::init([](int64_t context, int64_t cacheTokens, int64_t batch, int threads, const std::string& kvType,
                          const std::string& prompt, int32_t sequences, const std::string& device, int ordinal,
-                         size_t vram, const HomeRows& homes, size_t expertSlotBytes, const Rates& expertRates,
-                         Warm warm, bool tight) {
+                         size_t vram, const HomeRows& homes, size_t expertSlotBytes, size_t expertRamBytes,
+                         const Rates& expertRates, Warm warm, bool tight) {
                  EngineOptions options(deviceKind(device));
                  options.context = context;
                  options.cacheTokens = cacheTokens;
@@ -81,6 +81,7 @@ void bindOptions(py::module_& m) {
                  options.vram = vram;
                  options.homes = toHomes(homes);
                  options.expertSlotBytes = expertSlotBytes;
+                 options.expertRamBytes = expertRamBytes;
                  options.expertUse = {expertRates.first, expertRates.second, std::move(warm)};
                  options.tight = tight;
                  return options;
@@ -91,13 +92,14 @@ void bindOptions(py::module_& m) {
              py::arg("sequences") = usual.sequences, py::arg("device") = usual.device.kind->name(),
              py::arg("ordinal") = usual.device.ordinal, py::arg("vram") = usual.vram,
              py::arg("homes") = homeRows(usual.homes), py::arg("expert_slot_bytes") = usual.expertSlotBytes,
+             py::arg("expert_ram_bytes") = usual.expertRamBytes,
              py::arg("expert_rates") = Rates(usual.expertUse.cpuRate, usual.expertUse.busRate),
              py::arg("warm") = usual.expertUse.warm, py::arg("tight") = usual.tight,
              "cache_tokens: that the KV cache has room for; 0: as many as the context. prompt: how prompts are "
              "computed on the GPU, \"exact\" or \"fast\". ordinal: the GPU's number, "
              "as the driver counts. vram: the most to take of its memory; 0: all that is free. homes: (home, rows of "
-             "the CPU) of each tensor; none: all in VRAM. expert_rates: bytes per "
-             "second at which the "
+             "the CPU) of each tensor; none: all in VRAM. expert_ram_bytes: for slots in RAM, on the GPU, of a model "
+             "that is larger. expert_rates: bytes per second at which the "
              "CPU computes experts and the GPU fetches them. warm: (layer, expert) that slots hold from the "
              "beginning. tight: loads even if the plan counts more memory than there is.")
         .def_readonly("context", &EngineOptions::context)
@@ -112,6 +114,7 @@ void bindOptions(py::module_& m) {
         .def_readonly("vram", &EngineOptions::vram)
         .def_property_readonly("homes", [](const EngineOptions& o) { return homeRows(o.homes); })
         .def_readonly("expert_slot_bytes", &EngineOptions::expertSlotBytes)
+        .def_readonly("expert_ram_bytes", &EngineOptions::expertRamBytes)
         .def_readonly("tight", &EngineOptions::tight)
         .def_property_readonly("expert_rates",
                                [](const EngineOptions& o) { return Rates(o.expertUse.cpuRate, o.expertUse.busRate); })

@@ -29,7 +29,10 @@ struct EngineOptions {
     Device device;
     size_t vram = 0;             // the most to take of the GPU's memory, in bytes; 0: all that is free
     Homes homes;                 // on the GPU: each tensor's home, which is on `device`; none: all are resident
-    size_t expertSlotBytes = 0;  // of the GPU's memory, for slots of experts in Slots
+    size_t expertSlotBytes = 0;  // of the device's memory, for slots of experts in Slots
+    // On the GPU, of RAM: for slots of experts that VRAM does not hold, if RAM cannot hold all of them. The others are
+    // read from the disk. 0: experts are used where the file is mapped.
+    size_t expertRamBytes = 0;
     ExpertUse expertUse;
     // Loads even if the plan counts more memory than there is: it is the plan that needs least, and records of steps,
     // which are counted, can be done without.
