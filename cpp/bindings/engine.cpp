@@ -40,6 +40,14 @@ py::object expertStats(Engine& engine) {
     d["predictors"] = predictors;
     d["capacity"] = counts.capacity;
     d["resident"] = counts.resident;
+    py::dict disk;
+    disk["hits"] = counts.disk.hits;
+    disk["reads"] = counts.disk.reads;
+    disk["bytes"] = counts.disk.bytes;
+    disk["waited"] = counts.disk.waited;
+    disk["ram_capacity"] = counts.disk.ramCapacity;
+    disk["ram_resident"] = counts.disk.ramResident;
+    d["disk"] = disk;
     return d;
 }
 

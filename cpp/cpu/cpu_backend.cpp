@@ -46,10 +46,10 @@ void CpuBackend::whenUploaded(std::function<void(double)> told) {
     if (_stream) _stream->onUploaded(std::move(told));
 }
 
-void CpuBackend::readFrom(const std::vector<MappedFile>& files) {
+void CpuBackend::readFrom(const std::vector<MappedFile>& files, size_t) {
     if (_stream) return;
     _reader = std::make_unique<FileReader>(files);
-    _source = std::make_unique<ExpertSource>(*_slots, *_reader, _operations.expertWork().profiler());
+    _source = std::make_unique<RamExperts>(*_slots, *_reader, &_operations.expertWork().profiler());
     _operations.expertWork().useSource(_source.get());
 }
 
@@ -71,6 +71,9 @@ ExpertCounts CpuBackend::expertCounts() {
     counts.capacity = _slots->capacity();
     counts.resident = _slots->resident();
     counts.slotBytes = _slots->bytes();
+    if (_source) counts.disk = _source->counts();
+    counts.disk.ramCapacity = counts.capacity;
+    counts.disk.ramResident = counts.resident;
     return counts;
 }
 

@@ -22,7 +22,7 @@ public:
     Placer& placer() override { return *_placer; }
     BusUse bus() const override { return {_stream && _stream->streams(), 0}; }
     void whenUploaded(std::function<void(double seconds)> told) override;
-    void readFrom(const std::vector<MappedFile>& files) override;
+    void readFrom(const std::vector<MappedFile>& files, size_t expertRamBytes) override;
     void unload() override;
     ExpertCounts expertCounts() override;
     void forgetExpertCounts() override { _operations.expertWork().profiler().clear(); }
@@ -52,7 +52,7 @@ private:
     // In RAM, of a model that is larger. Beside a weight stream it stays empty, since the CPU's batches are all alike.
     std::unique_ptr<ExpertSlotManager> _slots;
     std::unique_ptr<FileReader> _reader;  // if weights are in the mapped file
-    std::unique_ptr<ExpertSource> _source;
+    std::unique_ptr<RamExperts> _source;
     std::unique_ptr<Placer> _placer;
     CpuWork _work;
     CpuOperations _operations{_work};

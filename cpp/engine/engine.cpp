@@ -140,7 +140,7 @@ void Engine::load() {
     Allocator& allocator = _backend->allocator();
     const StepLimits limits = engineLimits(_spec, _files->tensors(), _options);
     _trace.note("start");
-    _backend->readFrom(_files->files());
+    _backend->readFrom(_files->files(), _options.expertRamBytes);
     _backend->whenUploaded([this](double seconds) { uploaded(seconds); });
     _weights.emplace(_spec, *_files, _backend->placer(), _options.homes, _options.expertSlotBytes, _options.context,
                      _trace);

@@ -15,13 +15,14 @@ bool contains(const std::vector<int32_t>& list, int32_t expert) {
 }  // namespace
 
 ExpertMisses::ExpertMisses(ExpertSlotManager& slots, ExpertPrefetcher& prefetcher, ExpertAccessProfiler& profiler,
-                           const ExpertUse& use, Prefetch mode, Reachable reachable)
+                           const ExpertUse& use, Prefetch mode, Reachable reachable, const RamExperts* ram)
     : _slots(slots),
       _prefetcher(prefetcher),
       _profiler(profiler),
       _shares(kSizes, MissShare(use.cpuRate, use.busRate, slots.expertBytes(0))),
       _mode(mode),
       _reachable(std::move(reachable)),
+      _ram(ram),
       _pairsOf(static_cast<size_t>(slots.experts())) {
     _missed.reserve(_pairsOf.size());
     _ordered.reserve(kMaxExpertFetches);
@@ -36,14 +37,17 @@ size_t ExpertMisses::sizeOf(int32_t pairs) {
 int64_t ExpertMisses::takeFetched() { return std::exchange(_fetched, 0); }
 
 bool ExpertMisses::fetch(int32_t layer, int32_t expert, bool ahead, ExpertFetch& to) {
+    // What is ahead is of another layer than that whose experts were looked for in RAM.
+    if (_ram && (ahead || !_ram->present(expert))) return false;
     const ExpertStacks& file = _slots.file(layer);
-    const auto reach = [&](const MatrixStack& stack) {
-        return _reachable(stack.at(expert).data, fileBytes(stack.first));
+    const auto reach = [&](const MatrixStack& stack, size_t which) {
+        const uint8_t* const host = _ram ? _ram->matrix(expert, which).data : stack.at(expert).data;
+        return _reachable(host, fileBytes(stack.first));
     };
     to.expert = expert;
-    to.gate = reach(file.gate);
-    to.up = file.gated() ? reach(file.up) : to.gate;
-    to.down = reach(file.down);
+    to.gate = reach(file.gate, 0);
+    to.up = file.gated() ? reach(file.up, 1) : to.gate;
+    to.down = reach(file.down, 2);
     if (!to.gate || !to.up || !to.down) return false;
     const auto place = _slots.getOrLoad(layer, expert, ahead);
     if (!place || !place->fill) return false;
@@ -57,7 +61,8 @@ void ExpertMisses::order(int32_t layer, const int32_t* chosen, const int32_t* sl
     _ordered.clear();
     findMissed(chosen, slot, pairs);
     _size = sizeOf(pairs);
-    const int32_t wanted = _shares[_size].choose(static_cast<int32_t>(_missed.size()), _slots.expertBytes(layer));
+    const auto there = std::count_if(_missed.begin(), _missed.end(), [this](int32_t expert) { return inRam(expert); });
+    const int32_t wanted = _shares[_size].choose(static_cast<int32_t>(there), _slots.expertBytes(layer));
     for (const int32_t expert : _missed) {
         if (orders.demanded == wanted) break;
         if (!fetch(layer, expert, false, orders.fetch[orders.demanded])) continue;

@@ -12,6 +12,7 @@
 #include "experts/expert_use.h"
 #include "experts/miss_plan.h"
 #include "experts/miss_share.h"
+#include "experts/ram_experts.h"
 
 namespace sharpi {
 
@@ -21,10 +22,11 @@ public:
     // between the experts of two layers.
     static constexpr int32_t kMostAhead = 2;
 
-    // reachable: where the GPU reads bytes of a file, or nullptr.
-    using Reachable = std::function<const uint8_t*(const uint8_t* file, size_t bytes)>;
+    // reachable: where the GPU reads bytes of a file, or of RAM; or nullptr. ram: where the experts are if the model is
+    // larger than RAM: the GPU fetches only what was in RAM when it was missed.
+    using Reachable = std::function<const uint8_t*(const uint8_t* host, size_t bytes)>;
     ExpertMisses(ExpertSlotManager& slots, ExpertPrefetcher& prefetcher, ExpertAccessProfiler& profiler,
-                 const ExpertUse& use, Prefetch mode, Reachable reachable);
+                 const ExpertUse& use, Prefetch mode, Reachable reachable, const RamExperts* ram = nullptr);
 
     // How many of `missed` experts of `bytes` bytes each the GPU should fetch; order() may try another number. pairs:
     // of the step.
@@ -46,6 +48,7 @@ private:
     static constexpr int32_t kSizes = 16;
     static size_t sizeOf(int32_t pairs);
     void findMissed(const int32_t* chosen, const int32_t* slot, int32_t pairs);
+    bool inRam(int32_t expert) const { return !_ram || _ram->present(expert); }
     void orderAhead(int32_t layer, const int32_t* predicted, int32_t pairs, ExpertOrders& orders);
     bool fetch(int32_t layer, int32_t expert, bool ahead, ExpertFetch& to);
 
@@ -56,6 +59,7 @@ private:
     size_t _size = 0;                // of the step at work
     Prefetch _mode;
     Reachable _reachable;
+    const RamExperts* _ram;
     int64_t _fetched = 0;
     size_t _fetchedBytes = 0;       // for the layer at work
     bool _measurable = false;       // whether followed() measures nothing but the last layer's misses

@@ -20,6 +20,15 @@ struct PredictorCounts {
     uint64_t wanted = 0;           // all experts that were used
 };
 
+// Of a model that is larger than RAM: where the processor that computes experts found those that it wanted.
+struct DiskCounts {
+    uint64_t hits = 0, reads = 0;  // chosen experts that were in RAM, and those that were read
+    uint64_t bytes = 0;            // from the disk to slots
+    double waited = 0;             // seconds in which products had to wait for the disk
+    // The owner of the slots in RAM fills these in: experts that they can hold, and do hold.
+    int64_t ramCapacity = 0, ramResident = 0;
+};
+
 struct ExpertCounts {
     int32_t layers = 0, experts = 0;
     std::vector<int32_t> layer;    // of each layer with experts: its number in the model
@@ -33,6 +42,7 @@ struct ExpertCounts {
     // The owner of the slots fills these in.
     uint64_t slotBytes = 0;              // the device's memory that the slots take
     int64_t capacity = 0, resident = 0;  // experts that the slots can hold, and do hold
+    DiskCounts disk;
 };
 
 // expertLayer: a layer's number among the layers with experts. Thread-safe. Every call throws Error(Internal) for an

@@ -87,7 +87,8 @@ public:
     // in the mapped file, it is never called.
     virtual void whenUploaded(std::function<void(double seconds)> /*told*/) {}
     // The files that weights are placed from. Call it before anything is placed; they must outlive the backend.
-    virtual void readFrom(const std::vector<MappedFile>&) {}
+    // expertRamBytes: see EngineOptions.
+    virtual void readFrom(const std::vector<MappedFile>&, size_t /*expertRamBytes*/) {}
     // Gives everything back that was placed or taken. Only allocator() may be asked afterwards.
     virtual void unload() = 0;
     // How the experts have been used so far.

@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "core/contract.h"
-#include "memory/stream/file_reader.h"
 
 namespace sharpi {
 
@@ -33,12 +32,6 @@ const float* copiedVector(Allocator& allocator, std::vector<Buffer>& buffers, co
 }
 
 }  // namespace
-
-DeviceLayout ramSlotLayout() {
-    DeviceLayout layout;
-    layout.bytes = [](const Matrix& m) { return FileReader::roomFor(fileBytes(m)); };
-    return layout;
-}
 
 std::vector<Weight> MappedPlacer::weights(const std::vector<FileMatrix>& files) {
     std::vector<Weight> placed;

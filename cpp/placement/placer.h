@@ -49,9 +49,6 @@ public:
     virtual void takeExpertSlots(size_t) {}
 };
 
-// How slots in RAM keep matrices: with room for the whole blocks of the disk around them.
-DeviceLayout ramSlotLayout();
-
 // The CPU's: matrices stay in the mapped file, whatever the plan says.
 class MappedPlacer : public Placer {
 public:

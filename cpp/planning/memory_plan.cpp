@@ -7,6 +7,7 @@
 
 #include "core/launch_rows.h"
 #include "experts/expert_staging.h"
+#include "experts/ram_experts.h"
 #include "placement/model_weights.h"
 #include "placement/placement.h"
 

@@ -39,14 +39,30 @@ void CudaBackend::settle() noexcept {
     }
 }
 
+void CudaBackend::readFrom(const std::vector<MappedFile>& files, size_t expertRamBytes) {
+    if (expertRamBytes == 0) return;
+    _level = std::make_unique<RamLevel>(_stream.device(), files);
+    _levelBytes = expertRamBytes;
+    _transfers->readDiskBy(_level->reader());
+    _weights->setExpertsOnDisk();
+}
+
+void CudaBackend::startExperts(const ExpertUse& use) {
+    if (_level) _level->take(_cache->slots(), _levelBytes);
+    _cache->start(use, *_transfers, _level.get());
+}
+
 BusUse CudaBackend::bus() const {
-    size_t pinned = _transfers->files().bytes();
+    size_t pinned = _transfers->files().bytes() + (_level ? _level->bytes() : 0);
     for (const auto& rows : _tableRows) pinned += rows->bytes();
     return {_weights->streams(), pinned};
 }
 
 std::vector<std::string> CudaBackend::notes() const {
     std::vector<std::string> notes = _transfers->notes();
+    if (_level) {
+        for (std::string& note : _level->notes()) notes.push_back(std::move(note));
+    }
     if (_recorder.withoutRecord()) {
         notes.push_back(
             "no VRAM is left to record some decode steps: their kernels are launched one by one, which is slower");
@@ -70,6 +86,7 @@ void CudaBackend::unload() {
     _cache.reset();
     _weights.reset();
     _transfers.reset();
+    _level.reset();
 }
 
 void CudaBackend::takeScratch(const StepLimits& limits) {

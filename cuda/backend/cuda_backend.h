@@ -31,11 +31,12 @@ public:
     BusUse bus() const override;
     std::vector<std::string> notes() const override;
     void whenUploaded(std::function<void(double seconds)> told) override { _weights->onUploaded(std::move(told)); }
+    void readFrom(const std::vector<MappedFile>& files, size_t expertRamBytes) override;
     void unload() override;
     ExpertCounts expertCounts() override;
     void forgetExpertCounts() override;
     void takeScratch(const StepLimits& limits) override;
-    void startExperts(const ExpertUse& use) override { _cache->start(use, *_transfers); }
+    void startExperts(const ExpertUse& use) override;
 
     int64_t decodeRows() const override { return std::min<int64_t>(_pass.limits.maxRows, GpuScratch::kMaxDecodeRows); }
     bool oneArithmetic() const override { return _pass.limits.prompt == PromptMode::Exact; }
@@ -56,6 +57,8 @@ private:
     cuda::CudaMemory _memory;
     Allocator _allocator;
     const int _threads;
+    std::unique_ptr<RamLevel> _level;  // of a model that is larger than RAM
+    size_t _levelBytes = 0;
     std::unique_ptr<CudaTransfers> _transfers;
     std::unique_ptr<WeightStream> _weights;
     std::unique_ptr<CudaExpertCache> _cache;

@@ -162,7 +162,7 @@ void CudaExperts::computeInSlots(const ExpertCall& call) {
     auto* const orders = _pass.at<cuda::DeviceOrders>(s.orders);
     // Before kernels that wait for the CPU: if steps are launched one by one, a kernel's first launch may wait for the
     // GPU.
-    const HostExpertLayer layer{call.inFile(), call.activation, call.hostBiases.gate, call.hostBiases.up};
+    const HostExpertLayer layer{call.inFile(), call.activation, call.hostBiases.gate, call.hostBiases.up, _cache.ram()};
     _pass.work->add([=, share = _pass.share, plan = &_cache.misses(), number = r.expertLayer, used = r.used,
                      weightsInput = r.weightsInput, t = _tickets] {
         share->experts(layer, number, rows, used, t.foreseen != nullptr, weightsInput, *plan, t.sent, t.instructed,

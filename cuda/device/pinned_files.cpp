@@ -104,8 +104,25 @@ std::vector<AddressRange> without(const std::vector<AddressRange>& ranges, const
     return left;
 }
 
-// Calls body(part) for the parts of a range on several threads, so that their waits for the disk overlap.
-template <typename Body> void inParts(const AddressRange& range, const Body& body) {
+void readAhead(const AddressRange& pages) {
+    ::madvise(reinterpret_cast<void*>(pages.begin), pages.bytes(), MADV_WILLNEED);
+    // If the system does not support this, pinning reads the missing pages.
+    inParts(pages, [](const AddressRange& part) {
+        ::madvise(reinterpret_cast<void*>(part.begin), part.bytes(), kPopulateRead);
+    });
+}
+
+bool pinningWanted() {
+    const char* value = std::getenv("SHARPI_CUDA_PIN");
+    return !value || std::strcmp(value, "0") != 0;
+}
+
+std::string mebibytes(size_t bytes) { return std::to_string((bytes + (size_t{1} << 20) - 1) >> 20) + " MiB"; }
+std::string onlyRoom(size_t bytes) { return "only " + mebibytes(bytes) + " of memory is available"; }
+
+}  // namespace
+
+void inParts(const AddressRange& range, const std::function<void(const AddressRange&)>& body) {
     constexpr uintptr_t kPart = uintptr_t{8} << 20;
     std::atomic<uintptr_t> next{range.begin};
     const auto work = [&] {
@@ -127,24 +144,6 @@ template <typename Body> void inParts(const AddressRange& range, const Body& bod
     work();
     for (std::thread& thread : others) thread.join();
 }
-
-void readAhead(const AddressRange& pages) {
-    ::madvise(reinterpret_cast<void*>(pages.begin), pages.bytes(), MADV_WILLNEED);
-    // If the system does not support this, pinning reads the missing pages.
-    inParts(pages, [](const AddressRange& part) {
-        ::madvise(reinterpret_cast<void*>(part.begin), part.bytes(), kPopulateRead);
-    });
-}
-
-bool pinningWanted() {
-    const char* value = std::getenv("SHARPI_CUDA_PIN");
-    return !value || std::strcmp(value, "0") != 0;
-}
-
-std::string mebibytes(size_t bytes) { return std::to_string((bytes + (size_t{1} << 20) - 1) >> 20) + " MiB"; }
-std::string onlyRoom(size_t bytes) { return "only " + mebibytes(bytes) + " of memory is available"; }
-
-}  // namespace
 
 PagesToPin pagesToPin(const HostRanges& ranges, const std::vector<AddressRange>& mappings, uintptr_t page) {
     PagesToPin pages;

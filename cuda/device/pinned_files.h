@@ -25,6 +25,10 @@ struct AddressRange {
     uintptr_t bytes() const { return end - begin; }
 };
 
+// Calls body for parts of the range on several threads, so that their waits for the disk, or for the system to take
+// each page, overlap.
+void inParts(const AddressRange& range, const std::function<void(const AddressRange&)>& body);
+
 // Whole pages, in ascending order. No page is in two of the lists.
 struct PagesToPin {
     std::vector<AddressRange> always, once, optional;

@@ -100,6 +100,8 @@ Event::~Event() { cudaEventDestroy(_handle); }
 
 bool Event::reached() const { return isDone(cudaEventQuery(_handle)); }
 
+void Event::await() const { check(cudaEventSynchronize(_handle), "waiting for the device"); }
+
 Stream::Stream(const DeviceInfo& device, Role role) : _device(device) {
     check(cudaSetDevice(device.index), "choosing the device");
     int lowest = 0, highest = 0;  // priorities: the smaller number goes first

@@ -57,6 +57,8 @@ public:
     // Whether all work before the event is done; true if it was never recorded. Does not wait. Throws Error(Internal)
     // if the device has failed.
     bool reached() const;
+    // Waits for that work. Throws the same.
+    void await() const;
 
 private:
     CUevent_st* _handle = nullptr;

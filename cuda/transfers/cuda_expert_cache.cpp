@@ -44,8 +44,9 @@ void CudaExpertCache::takeTables(const StepLimits& limits, const GpuScratch& lay
     if (limits.expertSlots) _tables = std::make_unique<cuda::PinnedBuffer>(2 * sizeof(int32_t) * experts);
 }
 
-void CudaExpertCache::start(const ExpertUse& use, const CudaTransfers& transfers) {
+void CudaExpertCache::start(const ExpertUse& use, const CudaTransfers& transfers, RamLevel* level) {
     _foresight = prefetchWanted();
+    _level = level;
     if (_slots.capacity() > 0) {
         std::vector<ExpertStacks> files;
         for (int32_t layer = 0; layer < _slots.layers(); ++layer) files.push_back(_slots.file(layer));
@@ -53,8 +54,10 @@ void CudaExpertCache::start(const ExpertUse& use, const CudaTransfers& transfers
         _slots.setLoads(_loads.get());
     }
     _prefetcher = std::make_unique<ExpertPrefetcher>(_slots, _profiler, _foresight);
-    const auto reachable = [&transfers](const uint8_t* file, size_t bytes) { return transfers.reachable(file, bytes); };
-    _misses = std::make_unique<ExpertMisses>(_slots, *_prefetcher, _profiler, use, _foresight, reachable);
+    const auto reachable = [&transfers, level](const uint8_t* host, size_t bytes) {
+        return level ? level->reachable(host, bytes) : transfers.reachable(host, bytes);
+    };
+    _misses = std::make_unique<ExpertMisses>(_slots, *_prefetcher, _profiler, use, _foresight, reachable, ram());
     fill(wanted(use.warm));
     if (_foresight == Prefetch::NextLayer)
         _ahead = std::make_unique<cuda::Stream>(_stream.device(), cuda::Stream::Role::Feed);
@@ -64,18 +67,38 @@ void CudaExpertCache::start(const ExpertUse& use, const CudaTransfers& transfers
 void CudaExpertCache::fill(const Experts& wanted) {
     // What the most wanted expert counts for at first. It is not more: others may turn out to be used more.
     constexpr float kMostWanted = 4;
-    _prefetcher->fill(fillingOrder(wanted));
+    const Experts order = fillingOrder(wanted);
+    if (_level) {
+        for (size_t i = 0; i < order.size() && _slots.resident() < _slots.capacity();) {
+            const size_t count = _level->readAhead(_slots, order, i);
+            load({order.begin() + static_cast<std::ptrdiff_t>(i),
+                  order.begin() + static_cast<std::ptrdiff_t>(i + count)});
+            i += count;
+        }
+    } else {
+        load(order);
+    }
+    // The most wanted expert comes last, so it is the last to be evicted.
+    for (size_t i = wanted.size(); i-- > 0;) {
+        const float falling = 1 - static_cast<float>(i) / static_cast<float>(wanted.size());
+        _slots.addUses(wanted[i].first, wanted[i].second, kMostWanted * falling);
+    }
+}
+
+void CudaExpertCache::load(const Experts& order) {
+    _prefetcher->fill(order);
     while (_prefetcher->filling()) {
         _slots.beginPass();
         _prefetcher->pump(0);
     }
     if (_loads) _loads->settle();
     _slots.beginPass();
-    // The most wanted expert comes last, so it is the last to be evicted.
-    for (size_t i = wanted.size(); i-- > 0;) {
-        const float falling = 1 - static_cast<float>(i) / static_cast<float>(wanted.size());
-        _slots.addUses(wanted[i].first, wanted[i].second, kMostWanted * falling);
-    }
+}
+
+// RAM is to hold what VRAM does not.
+void CudaExpertCache::countUse(int32_t layer, int32_t expert, float rows) {
+    _slots.addUses(layer, expert, rows);
+    if (_level && _slots.tryGet(layer, expert) < 0) _level->experts().addUses(layer, expert, rows);
 }
 
 // The slots' policy hears of a batch with prompt rows here: a prompt counts for as much as some of the tokens that will
@@ -94,7 +117,7 @@ void CudaExpertCache::collectUses() {
     for (int32_t e = 0; weight > 0 && e < _slots.experts(); ++e) {
         for (int32_t layer = 0; layer < _slots.layers(); ++layer) {
             const uint32_t times = uses[static_cast<size_t>(layer) * stride + static_cast<size_t>(e)];
-            if (times) _slots.addUses(layer, e, static_cast<float>(times * weight));
+            if (times) countUse(layer, e, static_cast<float>(times * weight));
         }
     }
 }
@@ -104,12 +127,17 @@ ExpertCounts CudaExpertCache::counts() {
     counts.capacity = _slots.capacity();
     counts.resident = _slots.resident();
     counts.slotBytes = _slots.bytes();
+    if (_level) _level->addTo(counts);
     return counts;
 }
 
 void CudaExpertCache::beginPass(bool step, int64_t rows, WeightStream& stream, const DevicePlacer& placer) {
-    if (_passFailed) _slots.passFailed();
+    if (_passFailed) {
+        _slots.passFailed();
+        if (_level) _level->experts().passFailed();
+    }
     _passFailed = false;
+    if (_level) _level->experts().beginPass(rows);
     _prefetcher->pump(_misses->takeFetched());  // before the pass: then almost everything may be overwritten
     _slots.beginPass();
     if (!step || _uncountedRows) collectUses();
@@ -124,16 +152,27 @@ void CudaExpertCache::beginPass(bool step, int64_t rows, WeightStream& stream, c
 void CudaExpertCache::listMissing(WeightStream& stream, const DevicePlacer& placer) {
     const std::vector<int32_t>& table = _slots.table();
     int32_t* const ordinals = _tables->as<int32_t>() + table.size();
+    std::vector<std::vector<int32_t>> missing(static_cast<size_t>(_slots.layers()));
     for (int32_t layer = 0; layer < _slots.layers(); ++layer) {
         const size_t first = static_cast<size_t>(layer) * static_cast<size_t>(_limits.experts);
-        std::vector<int32_t> missing;
+        std::vector<int32_t>& ofLayer = missing[static_cast<size_t>(layer)];
         for (int32_t e = 0; e < _slots.file(layer).gate.count; ++e) {
             const size_t at = first + static_cast<size_t>(e);
             const bool isMissing = table[at] < 0;
-            ordinals[at] = isMissing ? static_cast<int32_t>(missing.size()) : -1;
-            if (isMissing) missing.push_back(e);
+            ordinals[at] = isMissing ? static_cast<int32_t>(ofLayer.size()) : -1;
+            if (isMissing) ofLayer.push_back(e);
         }
-        for (const int32_t group : placer.stackGroups(layer)) stream.setWanted(group, missing);
+    }
+    const auto origins = _level ? _level->experts().originsOf(missing) : decltype(ram()->originsOf(missing))();
+    for (int32_t layer = 0; layer < _slots.layers(); ++layer) {
+        const auto l = static_cast<size_t>(layer);
+        const std::vector<int32_t>& groups = placer.stackGroups(layer);
+        for (size_t g = 0; g < groups.size(); ++g) {
+            const size_t which = _slots.file(layer).gated() || g == 0 ? g : 2;
+            std::vector<StreamOrigin> from;
+            for (size_t i = 0; _level && i < missing[l].size(); ++i) from.push_back(origins[l][i][which]);
+            stream.setWanted(groups[g], missing[l], std::move(from));
+        }
     }
 }
 

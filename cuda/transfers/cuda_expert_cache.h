@@ -16,6 +16,7 @@
 #include "plan/gpu_scratch.h"
 #include "transfers/cuda_expert_loads.h"
 #include "transfers/cuda_transfers.h"
+#include "transfers/ram_level.h"
 
 namespace sharpi {
 
@@ -30,13 +31,16 @@ public:
         return expertLayer < _slots.layers() ? _slots.slots(expertLayer) : ExpertStacks{};
     }
     ExpertMisses& misses() { return *_misses; }
+    // Where experts are that are in no slot, if the model is larger than RAM; else nullptr.
+    RamExperts* ram() const { return _level ? &_level->experts() : nullptr; }
     ExpertAccessProfiler& profiler() { return _profiler; }
     ExpertCounts counts();
 
     // The working memory is there. memory: where the layout's offsets begin.
     void takeTables(const StepLimits& limits, const GpuScratch& layout, uint8_t* memory);
-    // Fills the slots with what is wanted first, and then with others. Returns when they are there.
-    void start(const ExpertUse& use, const CudaTransfers& transfers);
+    // Fills the slots with what is wanted first, and then with others. Returns when they are there. level: what holds
+    // the other experts if the model is larger than RAM, else nullptr; it must outlive this object.
+    void start(const ExpertUse& use, const CudaTransfers& transfers, RamLevel* level);
 
     // A batch begins, and the device does nothing: what has arrived since the last one can be found by this one. In a
     // batch that is no step, `stream` brings over the experts that are in no slot; placer: knows their groups.
@@ -68,6 +72,8 @@ private:
     Experts wanted(const Experts& warm) const;
     Experts fillingOrder(const Experts& wanted) const;
     void fill(const Experts& wanted);
+    void load(const Experts& order);
+    void countUse(int32_t layer, int32_t expert, float rows);
     void listMissing(WeightStream& stream, const DevicePlacer& placer);
     void uploadTables(bool step);
 
@@ -82,6 +88,7 @@ private:
     std::unique_ptr<CudaExpertLoads> _loads;
     std::unique_ptr<ExpertPrefetcher> _prefetcher;
     std::unique_ptr<ExpertMisses> _misses;
+    RamLevel* _level = nullptr;
     Prefetch _foresight = Prefetch::Off;
     uint64_t _tableVersion = 0;  // of the table as it was uploaded last
     bool _tableUploaded = false, _passFailed = false;

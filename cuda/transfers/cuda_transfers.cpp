@@ -43,6 +43,7 @@ void CudaTransfers::synchronize() {
 
 void CudaTransfers::prepare(const HostRanges& ranges, void* staging, size_t stageBytes) {
     _files.pin(ranges);
+    if (_reader) _disk.emplace(*_reader, ranges.onDisk);
     _staging = static_cast<uint8_t*>(staging);
     _stageBytes = stageBytes;
 }
@@ -69,6 +70,7 @@ void CudaTransfers::settle() {
 void CudaTransfers::begin() {
     settle();
     _compute.use();
+    if (_disk) _disk->forget();
     _open = true;
     _fetches = 0;
     for (RingBuffer& buffer : _ring) buffer.fetched = buffer.isReleased = false;
@@ -122,19 +124,23 @@ void CudaTransfers::fetch(const std::vector<StreamPart>& parts, int buffer) {
     if (_fetches >= kTransferStages) copies.wait(_stageFree[stage]);
     ++_fetches;
 
+    const bool read = _disk && _disk->reads(parts);
+    const std::vector<const uint8_t*> inRam = read ? _disk->take() : std::vector<const uint8_t*>();
     size_t used = 0;
     std::vector<Copy> toStage, toRing;
-    for (const StreamPart& part : parts) {
-        _files.expect(part.file, part.bytes());
+    for (size_t i = 0; i < parts.size(); ++i) {
+        const StreamPart& part = parts[i];
+        const uint8_t* const from = read ? inRam[i] : part.file;
+        if (!read) _files.expect(from, part.bytes());
         if (staged(part)) {
             if (used + part.bytes() > _stageBytes)
                 throw Error(ErrorKind::Internal, "the weights to fetch are larger than a staging buffer");
-            addCopy(toStage, {staging + used, part.file, part.bytes()});
+            addCopy(toStage, {staging + used, from, part.bytes()});
             used += Allocator::aligned(part.bytes());
         } else {
             uint8_t* const to = const_cast<uint8_t*>(part.to.data) +
                                 rowBytes(part.to.type, part.to.cols) * static_cast<size_t>(part.rowBegin);
-            addCopy(toRing, {to, part.file, part.bytes()});
+            addCopy(toRing, {to, from, part.bytes()});
         }
     }
     // Copies straight to the ring come last, so that the others need not wait until the buffer is free.
@@ -142,6 +148,7 @@ void CudaTransfers::fetch(const std::vector<StreamPart>& parts, int buffer) {
     if (!toRing.empty() && target.isReleased) copies.wait(target.released);
     for (const Copy& copy : toRing) start(copies, copy);
     copies.record(_copied);
+    if (read) _disk->copied(copies);
 
     _packing->wait(_copied);
     if (target.isReleased) _packing->wait(target.released);

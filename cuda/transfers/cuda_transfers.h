@@ -10,13 +10,16 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "device/pinned_files.h"
 #include "device/stream.h"
+#include "memory/stream/file_reader.h"
 #include "memory/stream/transfers.h"
 #include "plan/gpu_scratch.h"
+#include "transfers/disk_pieces.h"
 
 namespace sharpi {
 
@@ -26,6 +29,8 @@ public:
     // Waits for the device, then unpins everything.
     ~CudaTransfers() override;
 
+    // What prepare() is told to be on the disk is read by this reader. Without it, as all pages that are not pinned.
+    void readDiskBy(FileReader& reader) { _reader = &reader; }
     void prepare(const HostRanges& ranges, void* staging, size_t stageBytes) override;
     void finishOnce() override;
     std::vector<std::string> notes() const override { return _files.notes(); }
@@ -35,6 +40,8 @@ public:
 
     void begin() override;
     void end() override;
+    int looksAhead() const override { return _disk ? DiskPieces::kStages - 1 : 0; }
+    void expect(const std::vector<StreamPart>& parts) override { _disk->expect(parts); }
     // What could not be pinned of `once` and `optional` ranges is waited for here, which no capture allows.
     void fetch(const std::vector<StreamPart>& parts, int buffer) override;
     void await(int buffer) override;
@@ -66,6 +73,8 @@ private:
     std::array<std::unique_ptr<cuda::Stream>, 2> _copies;
     std::unique_ptr<cuda::Stream> _packing;
     cuda::PinnedFiles _files;
+    FileReader* _reader = nullptr;
+    std::optional<DiskPieces> _disk;  // after the streams, for its events
     uint8_t* _staging = nullptr;
     size_t _stageBytes = 0;
 

@@ -12,7 +12,8 @@ namespace sharpi {
 
 void CpuExperts::route(const ExpertCall& call) {
     choose(call.routing);
-    _sourced = _source && _source->find(call, _routing.expertBegin);
+    _sourced = _source &&
+               _source->find(call.routing.expertLayer, _routing.expertBegin, call.next ? call.next->expertLayer : -1);
 }
 
 void CpuExperts::choose(const RouterCall& call) {

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "cpu/cpu_work.h"
-#include "cpu/expert_source.h"
 #include "experts/expert_profiler.h"
+#include "experts/ram_experts.h"
 
 namespace sharpi {
 
@@ -15,7 +15,7 @@ public:
     explicit CpuExperts(CpuWork& work) : _work(work) {}
     ExpertAccessProfiler& profiler() { return _profiler; }
     // nullptr: all experts are in memory, or come through the weight stream.
-    void useSource(ExpertSource* source) { _source = source; }
+    void useSource(RamExperts* source) { _source = source; }
 
     // Chooses each row's experts by RouterLogits, and counts them. What is not in memory is asked of the disk.
     void route(const ExpertCall& call);
@@ -36,7 +36,7 @@ private:
     struct ExpertProduct {
         const WeightStack& w;
         float* y = nullptr;  // [pairs, w.first.rows]
-        size_t which = 0;    // of an expert's matrices; see ExpertSource
+        size_t which = 0;    // of an expert's matrices; see RamExperts
     };
     // The pairs of one expert.
     struct Job {
@@ -57,7 +57,7 @@ private:
     CpuWork& _work;
     ExpertAccessProfiler _profiler;
     Routing _routing;
-    ExpertSource* _source = nullptr;
+    RamExperts* _source = nullptr;
     bool _sourced = false;  // the layer's experts come from there
 };
 

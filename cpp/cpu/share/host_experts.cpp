@@ -94,9 +94,8 @@ size_t HostExperts::compute(const HostExpertLayer& layer, const HostRows& x, int
                 gated(layer, x, input, weight, which, from, to, worker);
             });
         } else {
-            forPiece(second, i - first.count(), width, [&](size_t which, int64_t from, int64_t to) {
-                down(file.down, answers, which, from, to, worker);
-            });
+            forPiece(second, i - first.count(), width,
+                     [&](size_t which, int64_t from, int64_t to) { down(layer, answers, which, from, to, worker); });
         }
     };
     _pool.run(first.count() + second.count(), std::ref(piece));
@@ -163,11 +162,11 @@ void HostExperts::gated(const HostExpertLayer& layer, const HostRows& x, const c
     args.rowIndex = _rowAt.data() + expert.begin;
     args.count = expert.places();
     args.yStride = hidden;
-    args.w = file.gate.at(expert.index);
+    args.w = layer.matrix(expert.index, 0);
     args.y = _gate + expert.begin * hidden;
     _kernels.matmul(args, first, last, threadScratch(worker));
     if (file.gated()) {
-        args.w = file.up.at(expert.index);
+        args.w = layer.matrix(expert.index, 1);
         args.y = _up + expert.begin * hidden;
         _kernels.matmul(args, first, last, threadScratch(worker));
     }
@@ -195,8 +194,10 @@ void HostExperts::finishBlock(const HostExpertLayer& layer, const ChosenExpert& 
 
 // Output rows [first, last) of a chosen expert. Products write rows at equal distances, but an expert's pairs need not
 // lie so: the row of a single pair is written to its place, and those of several pairs are copied there.
-void HostExperts::down(const MatrixStack& w, float* answers, size_t which, int64_t first, int64_t last, int worker) {
-    const int64_t width = w.first.rows, hidden = w.first.cols;
+void HostExperts::down(const HostExpertLayer& layer, float* answers, size_t which, int64_t first, int64_t last,
+                       int worker) {
+    const Matrix& w = layer.file.down.first;
+    const int64_t width = w.rows, hidden = w.cols;
     const ChosenExpert& expert = _chosen[which];
     const auto answer = [&](int32_t place) { return answers + _pairAt[static_cast<size_t>(place)] * width; };
     cpu::QuantizedRows x = _hidden;
@@ -204,7 +205,7 @@ void HostExperts::down(const MatrixStack& w, float* answers, size_t which, int64
     x.scale += expert.begin * x.scaleStride;
     x.sums += expert.begin * x.sumStride;
     cpu::MatmulArgs args;
-    args.w = w.at(expert.index);
+    args.w = layer.matrix(expert.index, 2);
     args.xFloat = _gate + expert.begin * hidden;
     args.xQuant = &x;
     args.count = expert.places();

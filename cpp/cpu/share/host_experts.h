@@ -12,6 +12,7 @@
 #include "core/host_rows.h"
 #include "core/thread_pool.h"
 #include "cpu/kernels.h"
+#include "experts/ram_experts.h"
 #include "operations/step_limits.h"
 
 namespace sharpi {
@@ -21,11 +22,17 @@ class Pieces;
 }
 
 // A layer's experts, and what joins their gates and ups. The stacks are as in the file, the biases in the host's
-// memory.
+// memory. ram: where the experts are if the model is larger than RAM, else nullptr.
 struct HostExpertLayer {
     ExpertStacks file;
     Activation activation = {};
     const float *gateBias = nullptr, *upBias = nullptr;  // [count, hidden]; may be nullptr
+    RamExperts* ram = nullptr;
+    // An expert's matrix: 0, 1, 2 for gate, up and down.
+    Matrix matrix(int32_t expert, size_t which) const {
+        if (ram) return ram->matrix(expert, which);
+        return (which == 0 ? file.gate : which == 1 ? file.up : file.down).at(expert);
+    }
 };
 
 class HostExperts {
@@ -38,7 +45,7 @@ public:
     // For each pair p with expert[p] >= 0 (an expert of the layer) writes the row down(activation(gate x, up x)), where
     // x is row p / used, to answers + p * embedding; the other rows of answers are left alone. weight: by pair, if it
     // multiplies the experts' input; else nullptr. Returns how many bytes of the file were read. The arguments must
-    // pass requireFit().
+    // pass requireFit(), and the experts must be in memory.
     size_t compute(const HostExpertLayer& layer, const HostRows& x, int64_t rows, int32_t used, const int32_t* expert,
                    const float* weight, float* answers);
 
@@ -62,7 +69,7 @@ private:
                size_t which, int64_t first, int64_t last, int worker);
     void finishBlock(const HostExpertLayer& layer, const ChosenExpert& expert, const float* weight, int64_t first,
                      int64_t last);
-    void down(const MatrixStack& w, float* answers, size_t which, int64_t first, int64_t last, int worker);
+    void down(const HostExpertLayer& layer, float* answers, size_t which, int64_t first, int64_t last, int worker);
     bool fewPlaces() const;  // every expert has so few places that products are not blocked
     uint8_t* threadScratch(int worker) const {
         return _scratch.get() + static_cast<size_t>(worker) * _threadScratchBytes;

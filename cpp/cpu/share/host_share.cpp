@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 #include "cpu/share/host_blocks.h"
 #include "operations/scratch.h"
@@ -115,7 +116,7 @@ HostShare::HostShare(int threads, void* memory, const StepLimits& limits, int64_
     _gate = reinterpret_cast<float*>(_scratch.get() + gate);
     _up = reinterpret_cast<float*>(_scratch.get() + up);
     _computed.reset(new std::atomic<int32_t>[static_cast<size_t>(blocksOf(limits.denseHidden))]);
-    for (std::vector<int32_t>* list : {&_chosen, &_slot, &_predicted, &_ours})
+    for (std::vector<int32_t>* list : {&_chosen, &_slot, &_predicted, &_ours, &_there})
         list->resize(static_cast<size_t>(_mailbox.pairs));
     _weight.resize(static_cast<size_t>(_mailbox.pairs));
     _ordered.resize(kMaxExpertFetches);
@@ -229,21 +230,63 @@ void HostShare::experts(const HostExpertLayer& layer, int32_t expertLayer, int64
     require(expertLayer >= 0 && expertLayer < _expertLayers, "a layer of experts that the mailbox has no room for");
     const int32_t pairs = static_cast<int32_t>(rows * used);
     tellTurn(awaitSent(after), plan);
-    if (takeChoices(expertLayer, layer.file.gate.count, pairs, predicted, weightsInput))
+    if (takeChoices(expertLayer, layer.file.gate.count, pairs, predicted, weightsInput)) {
+        if (layer.ram) findInRam(*layer.ram, expertLayer, layer.file.gate.count, pairs);
         instruct(expertLayer, pairs, predicted, plan, instructed);
-    size_t bytes = 0;
-    double seconds = 0;
-    if (std::any_of(_ours.begin(), _ours.begin() + pairs, [](int32_t expert) { return expert >= 0; })) {
-        const Clock::time_point start = Clock::now();
-        bytes = _experts.compute(layer, _mailbox.expertInput, rows, used, _ours.data(),
-                                 weightsInput ? _weight.data() : nullptr, _mailbox.answers);
-        giveBack(ticket);
-        seconds = std::chrono::duration<double>(Clock::now() - start).count();
-    } else {
-        giveBack(ticket);
     }
+    double seconds = 0;
+    const size_t bytes = computeOurs(layer, rows, used, weightsInput, seconds);
+    giveBack(ticket);
     plan.done(expertLayer, _chosen.data(), _slot.data(), predicted ? _predicted.data() : nullptr, pairs, bytes,
               seconds);
+}
+
+// What was missed is looked for in RAM before the plan is asked: the GPU can fetch only what is there.
+void HostShare::findInRam(RamExperts& ram, int32_t expertLayer, int32_t experts, int32_t pairs) {
+    _expertBegin.assign(static_cast<size_t>(experts) + 1, 0);
+    for (size_t p = 0; p < static_cast<size_t>(pairs); ++p) {
+        if (_ours[p] >= 0) ++_expertBegin[static_cast<size_t>(_ours[p]) + 1];
+    }
+    for (size_t e = 0; e < static_cast<size_t>(experts); ++e) _expertBegin[e + 1] += _expertBegin[e];
+    ram.find(expertLayer, _expertBegin, -1);
+}
+
+// Returns the bytes of the file that were read, and how long that took: of the experts that were in memory. What the
+// others take is the disk's time, from which the plan could learn nothing.
+size_t HostShare::computeOurs(const HostExpertLayer& layer, int64_t rows, int32_t used, bool weightsInput,
+                              double& seconds) {
+    const auto pairs = static_cast<size_t>(rows * used);
+    const auto isExpert = [](int32_t expert) { return expert >= 0; };
+    const auto left = [&] {
+        return std::any_of(_ours.begin(), _ours.begin() + static_cast<std::ptrdiff_t>(pairs), isExpert);
+    };
+    size_t bytes = 0;
+    for (bool first = true; left(); first = false) {
+        bool any = false;
+        for (size_t p = 0; p < pairs; ++p) {
+            const bool there = _ours[p] >= 0 && (!layer.ram || layer.ram->arrived(_ours[p]));
+            _there[p] = there ? std::exchange(_ours[p], -1) : -1;
+            any = any || there;
+        }
+        if (any) {
+            const Clock::time_point start = Clock::now();
+            const size_t read = _experts.compute(layer, _mailbox.expertInput, rows, used, _there.data(),
+                                                 weightsInput ? _weight.data() : nullptr, _mailbox.answers);
+            if (!first) continue;
+            bytes = read;
+            seconds = std::chrono::duration<double>(Clock::now() - start).count();
+        } else {
+            awaitRead(*layer.ram, static_cast<int32_t>(pairs));
+        }
+    }
+    return bytes;
+}
+
+// Waits for the first expert that is still being read.
+void HostShare::awaitRead(RamExperts& ram, int32_t pairs) {
+    _instructedAt.reset();  // the time until the next layer is the disk's, too
+    const auto next = std::find_if(_ours.begin(), _ours.begin() + pairs, [](int32_t expert) { return expert >= 0; });
+    for (size_t which = 0; which < 3; ++which) ram.await(*next, which);
 }
 
 // Tells the plan how long after the last layer's orders this layer's choices came, if the CPU waited for them and had

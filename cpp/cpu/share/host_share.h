@@ -92,8 +92,9 @@ public:
     // expert is missed, sends the plan's orders with the ticket `instructed`. For each pair whose expert the GPU does
     // not fetch either, writes the row down(activation(gate x, up x)), where x is the pair's row of the mailbox's
     // input, to the mailbox's `answers`; the GPU adds down's bias, weighs and sums them. weightsInput: the GPU sends
-    // the pairs' weights, which multiply the experts' input. Returns `ticket`, and tells the plan. Throws
-    // Error(Internal) if a choice is no expert or an order would do harm, and what the plan throws.
+    // the pairs' weights, which multiply the experts' input. Returns `ticket`, and tells the plan. Experts that the
+    // layer's RAM does not have are read from the disk, and computed as they come. Throws Error(Internal) if a choice
+    // is no expert or an order would do harm, and what the plan and RamExperts::await() throw.
     void experts(const HostExpertLayer& layer, int32_t expertLayer, int64_t rows, int32_t used, bool predicted,
                  bool weightsInput, MissPlan& plan, uint32_t after, uint32_t instructed, uint32_t ticket);
     // After a failure: every kernel that waits for the CPU goes on.
@@ -113,6 +114,9 @@ private:
     cpu::MatmulArgs product(const Matrix& w, const HostRows& x, const cpu::QuantizedRows& xQuant, int64_t rows) const;
     void finishBlock(const HostGated& layer, int64_t first, int64_t last, const Matrix& reader, int64_t rows);
     void tellTurn(bool waited, MissPlan& plan);
+    void findInRam(RamExperts& ram, int32_t expertLayer, int32_t experts, int32_t pairs);
+    size_t computeOurs(const HostExpertLayer& layer, int64_t rows, int32_t used, bool weightsInput, double& seconds);
+    void awaitRead(RamExperts& ram, int32_t pairs);
     bool takeChoices(int32_t expertLayer, int32_t experts, int32_t pairs, bool predicted, bool weightsInput);
     void instruct(int32_t expertLayer, int32_t pairs, bool predicted, MissPlan& plan, uint32_t ticket);
     void leaveToGpu(int32_t pairs);
@@ -138,6 +142,8 @@ private:
     int32_t _expertLayers, _mostExperts;
     std::vector<int32_t> _chosen, _slot, _predicted;  // by pair: the layer's choices, read once
     std::vector<int32_t> _ours;                       // by pair: its expert if the CPU computes it, else -1
+    std::vector<int32_t> _there;                      // by pair: the same of those in memory, while others are read
+    std::vector<int32_t> _expertBegin;                // see RamExperts::find()
     std::vector<float> _weight;                       // by pair, if weights multiply the input
     ExpertOrders _orders;
     std::vector<int32_t> _ordered;    // their slots, sorted

@@ -33,9 +33,10 @@ void PieceRing::advance(Cursor& cursor) const {
 }
 
 bool PieceRing::begin(PassKind kind, const GroupRange& groups) {
-    _pass = Pass{kind, groups, false, {groups.begin, 0, 0}, {groups.begin, 0, 0}};
+    const Cursor first{groups.begin, 0, 0};
+    _pass = Pass{kind, groups, false, first, first, first};
     settle(_pass->fetch);
-    _pass->use = _pass->fetch;
+    _pass->expect = _pass->use = _pass->fetch;
     _pass->fetches = _pass->use.group < groups.end;
     if (!_pass->fetches) return false;
     _transfers->begin();
@@ -63,7 +64,18 @@ const uint8_t* PieceRing::addressOf(const Cursor& cursor) const {
     return _memory.as<uint8_t>() + static_cast<size_t>(bufferOf(cursor)) * _bufferBytes;
 }
 
+void PieceRing::expectAhead() {
+    const int ahead = _pass->kind == PassKind::Full ? _transfers->looksAhead() : 0;
+    Cursor& next = _pass->expect;
+    while (ahead > 0 && next.group < _pass->groups.end && next.number <= _pass->fetch.number + ahead) {
+        const WeightGroup& group = _groups[static_cast<size_t>(next.group)];
+        _transfers->expect(group.parts(_pass->kind, next.piece, addressOf(next)));
+        advance(next);
+    }
+}
+
 void PieceRing::fetchNext() {
+    expectAhead();
     const Cursor& next = _pass->fetch;
     if (next.group >= _pass->groups.end) return;
     const WeightGroup& group = _groups[static_cast<size_t>(next.group)];

@@ -47,7 +47,7 @@ public:
     void release();
 
 private:
-    // The next piece to fetch, or to use.
+    // The next piece to announce, to fetch, or to use.
     struct Cursor {
         int32_t group = 0;
         int64_t piece = 0;
@@ -57,10 +57,11 @@ private:
         PassKind kind = PassKind::Full;
         GroupRange groups;
         bool fetches = false;  // Transfers::begin() was called
-        Cursor fetch, use;
+        Cursor expect, fetch, use;
     };
     void settle(Cursor& cursor) const;
     void advance(Cursor& cursor) const;
+    void expectAhead();
     void fetchNext();
     int bufferOf(const Cursor& cursor) const { return static_cast<int>(cursor.number % _buffers); }
     const uint8_t* addressOf(const Cursor& cursor) const;

@@ -10,12 +10,19 @@
 
 namespace sharpi {
 
+// Where a matrix comes from, if not only from the mapped file.
+struct StreamOrigin {
+    const uint8_t* inRam = nullptr;  // a copy of its bytes
+    uint8_t* keep = nullptr;         // where they are to stay in RAM, once they are read from the disk
+};
+
 // Rows of a matrix that are fetched.
 struct StreamPart {
     Matrix to;  // on the device; the part is its rows [rowBegin, rowBegin + rows)
     int64_t rowBegin = 0, rows = 0;
-    const uint8_t* file = nullptr;
-    int64_t fileRow = 0;  // the first row's number in the file's matrix
+    const uint8_t* file = nullptr;  // in the mapped file, or StreamOrigin::inRam
+    int64_t fileRow = 0;            // the first row's number in the file's matrix
+    uint8_t* keep = nullptr;        // see StreamOrigin
     size_t bytes() const { return rowBytes(to.type, to.cols) * static_cast<size_t>(rows); }
 };
 
@@ -42,6 +49,10 @@ public:
     // end() comes after all of them.
     virtual void begin() = 0;
     virtual void end() = 0;
+    // How many pieces beyond those that are fetched it wants to hear of by expect(), in passes over prompts.
+    virtual int looksAhead() const { return 0; }
+    // These parts will be fetched, after those that were expected before. So the disk can be read ahead.
+    virtual void expect(const std::vector<StreamPart>&) {}
     // Starts to fetch parts; if release(buffer) was called in this pass, after that. All parts together fit into a
     // stage, each aligned to Allocator::kAlignment.
     virtual void fetch(const std::vector<StreamPart>& parts, int buffer) = 0;

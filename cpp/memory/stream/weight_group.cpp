@@ -107,8 +107,11 @@ int64_t WeightGroup::pieceRowsOf(const std::vector<Matrix>& files) const {
     return piece;
 }
 
-void WeightGroup::setWanted(std::vector<int32_t> experts) {
+void WeightGroup::setWanted(std::vector<int32_t> experts, std::vector<StreamOrigin> origins) {
     if (_kind != Kind::Stack) throw Error(ErrorKind::Internal, "experts are chosen from weights that are no stack");
+    if (!origins.empty() && origins.size() != experts.size())
+        throw Error(ErrorKind::Internal, std::to_string(experts.size()) + " experts are chosen, and it is known of " +
+                                             std::to_string(origins.size()) + " where they come from");
     for (size_t i = 0; i < experts.size(); ++i) {
         const int32_t least = i == 0 ? 0 : experts[i - 1] + 1;
         if (experts[i] < least || experts[i] >= static_cast<int32_t>(_file.size()))
@@ -116,6 +119,7 @@ void WeightGroup::setWanted(std::vector<int32_t> experts) {
                                                  std::to_string(_file.size()) + " is out of range or out of order");
     }
     _wanted = std::move(experts);
+    _origins = std::move(origins);
 }
 
 // Pieces are equal, and none is larger than a piece of the whole stack.
@@ -142,7 +146,13 @@ std::vector<StreamPart> WeightGroup::parts(PassKind pass, int64_t piece, const u
         std::vector<Matrix> experts;
         for (int64_t i = begin; i < end; ++i)
             experts.push_back(_file[static_cast<size_t>(_wanted[static_cast<size_t>(i)])]);
-        return rowsOf(experts, 0, experts[0].rows, buffer);
+        std::vector<StreamPart> parts = rowsOf(experts, 0, experts[0].rows, buffer);
+        for (size_t i = 0; i < parts.size() && !_origins.empty(); ++i) {
+            const StreamOrigin& origin = _origins[static_cast<size_t>(begin) + i];
+            if (origin.inRam) parts[i].file = origin.inRam;
+            parts[i].keep = origin.keep;
+        }
+        return parts;
     }
     if (pass == PassKind::Step) {
         const int64_t begin = piece * _stepRows;

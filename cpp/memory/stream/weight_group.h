@@ -42,8 +42,9 @@ public:
     size_t pieceBytes() const { return _pieceBytes; }
     size_t stageBytes() const { return _stageBytes; }
 
-    // Which experts of a stack are wanted: ascending, none twice. Throws Error(Internal) otherwise.
-    void setWanted(std::vector<int32_t> experts);
+    // Which experts of a stack are wanted: ascending, none twice. Throws Error(Internal) otherwise. origins: theirs;
+    // none: all come from the file.
+    void setWanted(std::vector<int32_t> experts, std::vector<StreamOrigin> origins = {});
     // The experts of each piece; the last piece may have fewer.
     int64_t expertsPerPiece() const;
 
@@ -79,6 +80,7 @@ private:
     std::vector<int64_t> _matrixRows;               // Streamed: of a full pass's pieces, by matrix
     int64_t _mostExperts = 0;                       // Stack: of a piece
     std::vector<int32_t> _wanted;                   // Stack
+    std::vector<StreamOrigin> _origins;             // Stack: of the wanted ones; may be empty
 };
 
 }  // namespace sharpi

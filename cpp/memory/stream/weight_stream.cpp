@@ -37,8 +37,9 @@ void WeightStream::take() {
     int64_t pieces = 0;
     for (const WeightGroup& group : _groups) {
         const bool resident = group.kind() == WeightGroup::Kind::Resident;
+        std::vector<HostRange>& ofStacks = _expertsOnDisk ? ranges.onDisk : ranges.optional;
         std::vector<HostRange>& readAs = resident                                   ? ranges.once
-                                         : group.kind() == WeightGroup::Kind::Stack ? ranges.optional
+                                         : group.kind() == WeightGroup::Kind::Stack ? ofStacks
                                                                                     : ranges.always;
         for (const Matrix& file : group.file()) {
             if (file.data) readAs.push_back({file.data, fileBytes(file)});
@@ -54,10 +55,10 @@ void WeightStream::take() {
     if (_transfers) _transfers->prepare(ranges, _staging.as<void>(), stageBytes);
 }
 
-void WeightStream::setWanted(int32_t group, std::vector<int32_t> experts) {
+void WeightStream::setWanted(int32_t group, std::vector<int32_t> experts, std::vector<StreamOrigin> origins) {
     groupOf(group, WeightGroup::Kind::Stack);
     if (!_taken) throw Error(ErrorKind::Internal, "experts are chosen before the weight stream's buffers are taken");
-    _groups[static_cast<size_t>(group)].setWanted(std::move(experts));
+    _groups[static_cast<size_t>(group)].setWanted(std::move(experts), std::move(origins));
     _ring.drop();
 }
 

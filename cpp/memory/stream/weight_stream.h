@@ -51,6 +51,8 @@ public:
     void startPrediction() { _predictionBegin = static_cast<int32_t>(_groups.size()); }
     // What is added from here on is used by the output head alone.
     void startHead() { _headBegin = static_cast<int32_t>(_groups.size()); }
+    // Experts that full passes fetch are on the disk: nothing of them is pinned. Before take().
+    void setExpertsOnDisk() { _expertsOnDisk = true; }
     // Takes the ring and the stages, and prepares the files. Once, after the last add. Throws Error(OutOfMemory).
     void take();
     // If nothing is streamed, fetches everything and gives the stages back. Otherwise the first pass fetches resident
@@ -66,8 +68,9 @@ public:
     bool uploaded() const { return _finished; }
 
     // From now on full passes fetch only these experts of a streamed stack: ascending, none twice; there may be none.
-    // Not within a pass: a pass that was left half way ends here.
-    void setWanted(int32_t group, std::vector<int32_t> experts);
+    // origins: see
+    // WeightGroup. Not within a pass: a pass that was left half way ends here.
+    void setWanted(int32_t group, std::vector<int32_t> experts, std::vector<StreamOrigin> origins = {});
 
     // --- passes ---
 
@@ -126,7 +129,7 @@ private:
     std::vector<WeightGroup> _groups;
     std::vector<Matrix> _tables;
     int32_t _predictionBegin = -1, _headBegin = -1;  // take() sets those that were not started to the next one's
-    bool _streams = false, _sharesRows = false, _taken = false, _finished = false;
+    bool _streams = false, _sharesRows = false, _taken = false, _finished = false, _expertsOnDisk = false;
     std::function<void(double)> _onUploaded;
     std::optional<std::chrono::steady_clock::time_point> _uploadsBegan;
     Buffer _staging;

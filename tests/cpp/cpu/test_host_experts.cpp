@@ -1,6 +1,7 @@
 // The CPU's part of a layer of experts in a GPU step. Whatever the types, choices, rows and threads, and whatever the
 // GPU has or fetches: for each pair that the CPU computes, the mailbox gets the bits of that pair computed by itself,
 // and for other pairs nothing. A thread plays the GPU. Meant to be run under ThreadSanitizer too.
+#include "disk_world.h"
 #include "host_experts_world.h"
 #include "seed.h"
 
@@ -64,6 +65,52 @@ TEST(HostExperts, WithBiasesOtherActivationsAndWeightedInputs) {
             runLayers({shape}, 3, layers);
             if (HasFailure()) return;
         }
+    }
+}
+
+// Of a model that is larger than RAM: whether experts are in RAM or come from the disk, in whatever order.
+TEST(HostExperts, ThatAreOnTheDiskAreComputedAsTheyCome) {
+    std::mt19937 random(sharpi::testSeed(38));
+    for (const Shape& shape :
+         {kShapes[0], kShapes[4],
+          Shape{DType::Q4_K, DType::F32, DType::Q8_0, 256, 96, 5, 2, kSquared, true, true, false}}) {
+        std::vector<Layer> layers;
+        for (const int64_t rows : {1, 8, 40})
+            for (const Share share : {kNothingThere, Share{0.5, 0}})
+                layers.emplace_back(shape, rows, Routing::Random, share, random);
+        std::vector<ExpertStacks> stacks;
+        for (const Layer& layer : layers) stacks.push_back(layer.file());
+        ondisk::DiskWorld disk(stacks);
+        disk.take(2 * static_cast<size_t>(shape.experts));
+        for (Layer& layer : layers) layer.ram = &*disk.ram;
+        Desk desk({shape}, layers.size(), 3, [] { return false; });
+        for (int step = 0; step < 4; ++step) {
+            SCOPED_TRACE(nameOf(shape) + ", step " + std::to_string(step));
+            disk.ram->beginPass(1);
+            desk.beginStep();
+            for (size_t i = 0; i < layers.size(); ++i) {
+                desk.poison();
+                desk.pass(layers[i], static_cast<int32_t>(i));
+                desk.expectAnswers(layers[i]);
+                if (HasFailure()) return;
+            }
+        }
+        EXPECT_GT(disk.ram->counts().hits, 0u);
+        EXPECT_GT(disk.ram->counts().reads, 0u);
+        // A file that was cut: the step ends in an error, which names it.
+        ASSERT_EQ(::truncate(disk.path().c_str(), 10), 0);
+        std::string failure;
+        for (int step = 0; step < 4 && failure.empty(); ++step) {
+            disk.ram->beginPass(1);
+            desk.beginStep();
+            try {
+                for (size_t i = 0; i < layers.size(); ++i) desk.pass(layers[i], static_cast<int32_t>(i));
+            } catch (const Error& error) {
+                failure = error.what();
+                disk.ram->passFailed();
+            }
+        }
+        EXPECT_NE(failure.find("cannot be read"), std::string::npos);
     }
 }
 
@@ -427,8 +474,9 @@ TEST(HostExperts, RefusesWhatDoesNotFitTheMailbox) {
     }
     const auto refused = [&](const ExpertStacks& file, int32_t number, int64_t rows, int32_t used) {
         desk.plan.begin(desk.mailbox(), layer, number, 1);
-        return refusesAsInternal(
-            [&] { desk.share.experts({file, {}}, number, rows, used, layer.predicts(), false, desk.plan, 0, 1, 1); });
+        return refusesAsInternal([&] {
+            desk.share.experts({file, {}}, number, rows, used, layer.predicts(), false, desk.plan, 0, 1, 1);
+        });
     };
     const auto changed = [&](const std::function<void(ExpertStacks&)>& change) {
         ExpertStacks stacks = right;

@@ -83,6 +83,40 @@ TEST(WeightGroup, AStackHasPiecesInFullPassesAlone) {
     expectInternal([&] { matrices.setWanted({0}); });
 }
 
+// Of a model that is larger than RAM: some experts are in RAM, some are to stay there once they are read.
+TEST(WeightGroup, ExpertsMayComeFromRamAndStayThere) {
+    const Matrix first = matrix(400, size_t{1} << 40);  // several of 1.7 MB are a piece
+    WeightGroup group = WeightGroup::stack(fileLayout(), {first, 400 * kRowBytes, 12});
+    auto* const keep = const_cast<uint8_t*>(address(size_t{3} << 40));
+    group.setWanted({1, 5, 8}, {{address(size_t{2} << 40), nullptr}, {}, {nullptr, keep}});
+    ASSERT_EQ(group.pieces(PassKind::Full), 1);
+    const std::vector<StreamPart> parts = group.parts(PassKind::Full, 0, address(256));
+    ASSERT_EQ(parts.size(), 3u);
+    EXPECT_EQ(parts[0].file, address(size_t{2} << 40));
+    EXPECT_EQ(parts[1].file, first.data + 5 * 400 * kRowBytes);
+    EXPECT_EQ(parts[2].file, first.data + 8 * 400 * kRowBytes);
+    EXPECT_EQ(parts[1].keep, nullptr);
+    EXPECT_EQ(parts[2].keep, keep);
+    expectInternal([&] { group.setWanted({1, 2}, {{}}); });
+    group.setWanted({1});
+    EXPECT_EQ(group.parts(PassKind::Full, 0, address(256))[0].file, first.data + 400 * kRowBytes) << "from the file";
+    // In the second piece, too.
+    std::vector<int32_t> all;
+    std::vector<StreamOrigin> origins;
+    for (int32_t i = 0; i < 12; ++i) {
+        all.push_back(i);
+        origins.push_back({address((size_t{2} << 40) + static_cast<size_t>(i)), nullptr});
+    }
+    group.setWanted(all, origins);
+    ASSERT_GT(group.pieces(PassKind::Full), 1);
+    int32_t next = 0;
+    for (int64_t piece = 0; piece < group.pieces(PassKind::Full); ++piece) {
+        for (const StreamPart& part : group.parts(PassKind::Full, piece, address(256)))
+            EXPECT_EQ(part.file, origins[static_cast<size_t>(next++)].inRam);
+    }
+    EXPECT_EQ(next, 12);
+}
+
 TEST(PieceRing, OutsideAPassThereIsNoKindAndNoPiece) {
     World world({0, 3}, 3);
     world.add({{DType::Q8_0}, {256}, 40, 0, false});

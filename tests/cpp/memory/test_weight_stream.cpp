@@ -56,6 +56,7 @@ TEST(WeightStream, EveryByteUsedIsTheFiles) {
         const Matrix table = world.random(DType::Q6_K, 50, 256);
         world.stream.addTable(table);
         world.stream.take();
+        world.transfers.ahead = round % 3 * 4;
         EXPECT_EQ(world.transfers.prepared, 1);
         for (const auto* ranges :
              {&world.transfers.ranges.always, &world.transfers.ranges.once, &world.transfers.ranges.optional})
@@ -90,6 +91,7 @@ TEST(WeightStream, EveryByteUsedIsTheFiles) {
             for (const auto part : {WeightStream::Part::Prediction, WeightStream::Part::Model}) {
                 world.pass(part, few, part == WeightStream::Part::Model);
                 EXPECT_EQ(world.transfers.fetches, world.fetchesAtUse.size());
+                EXPECT_EQ(world.transfers.heard, few || round % 3 == 0 ? 0 : world.transfers.fetches);
                 const size_t buffers = world.transfers.buffersSeen.size();
                 for (size_t i = 0; i < world.fetchesAtUse.size(); ++i)
                     EXPECT_EQ(world.fetchesAtUse[i], std::min(world.transfers.fetches, i + buffers));

@@ -65,6 +65,8 @@ public:
     int64_t residentRows = 0;  // fetched so far
     size_t stageBytes = 0;
     bool mayGiveUp = false;  // the last pass may have been given up
+    int ahead = 0;           // pieces of which it hears before they are fetched
+    size_t heard = 0;        // of those fetched in this pass, how many it had heard of
 
     void prepare(const HostRanges& all, void* staging, size_t bytes) override {
         ranges = all;
@@ -87,7 +89,8 @@ public:
             buffer = RingBuffer();
         }
         _open = true;
-        fetches = 0;
+        fetches = heard = 0;
+        _expected.clear();
         ++passes;
     }
     bool open() const { return _open; }
@@ -96,6 +99,14 @@ public:
         _open = false;
         for (const RingBuffer& buffer : _ring)
             EXPECT_EQ(buffer.state, State::Free) << "the pass ends with weights on their way or in use";
+        EXPECT_TRUE(_expected.empty()) << "a piece was announced that never came";
+        EXPECT_TRUE(heard == 0 || heard == fetches);
+    }
+    int looksAhead() const override { return ahead; }
+    void expect(const std::vector<StreamPart>& parts) override {
+        EXPECT_TRUE(_open) << "a piece is announced outside of a pass";
+        _expected.push_back(parts);
+        EXPECT_LE(_expected.size(), static_cast<size_t>(ahead) + 1);
     }
     void fetch(const std::vector<StreamPart>& parts, int number) override {
         EXPECT_TRUE(_open) << "a fetch outside of a pass";
@@ -103,6 +114,7 @@ public:
         RingBuffer& buffer = _ring.at(static_cast<size_t>(number));
         EXPECT_EQ(buffer.state, State::Free) << "a fetch into buffer " << number << ", which is not free";
         EXPECT_FALSE(parts.empty());
+        hearOf(parts);
         size_t staged = 0;
         for (const StreamPart& part : parts) {
             staged += Allocator::aligned(part.bytes());
@@ -147,6 +159,14 @@ private:
         State state = State::Free;
         std::vector<StreamPart> parts;
     };
+    void hearOf(const std::vector<StreamPart>& parts) {
+        if (_expected.empty()) return;
+        ASSERT_EQ(parts.size(), _expected.front().size());
+        for (size_t i = 0; i < parts.size(); ++i)
+            EXPECT_EQ(parts[i].file, _expected.front()[i].file) << "another piece";
+        _expected.pop_front();
+        ++heard;
+    }
     bool isResident(const StreamPart& part) const {
         return std::any_of(residents.begin(), residents.end(), [&](const Matrix& m) { return m.data == part.to.data; });
     }
@@ -186,6 +206,7 @@ private:
 
     GappedRows _rows;
     bool _open = false;
+    std::deque<std::vector<StreamPart>> _expected;
     std::array<RingBuffer, Transfers::kMostBuffers> _ring;
 };
 
@@ -361,7 +382,7 @@ public:
         pass(WeightStream::Part::Model, few, withHead, headAlone);
     }
     void pass(WeightStream::Part part, bool few, bool withHead, bool headAlone = false) {
-        transfers.fetches = 0;
+        transfers.fetches = transfers.heard = 0;
         fetchesAtUse.clear();
         const int before = transfers.passes;
         if (headAlone) stream.beginHead();
