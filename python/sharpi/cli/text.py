@@ -46,7 +46,9 @@ def _hits(experts: Mapping[str, Any] | None) -> str:
     """The part of the experts' choices, since loading, that slots answered, where there are slots."""
     if not experts or not experts["slots"] or experts["hit_rate"] is None:
         return ""
-    return f"; {100 * experts['hit_rate']:.1f} % of experts from slots"
+    disk = experts.get("disk")
+    read = f"; {disk['bytes'] / 1e9:,.1f} GB read from the disk, waited for {disk['waited']:.1f} s" if disk else ""
+    return f"; {100 * experts['hit_rate']:.1f} % of experts from slots{read}"
 
 
 def printable(text: str) -> str:

@@ -19,7 +19,7 @@ from sharpi.errors import InvalidRequestError, one_line
 from sharpi.files.gguf import GgufFile, fingerprint
 from sharpi.storage import write_whole
 
-__all__ = ["COUNTS", "STATS_VERSION", "ExpertStats", "Predictor"]
+__all__ = ["COUNTS", "STATS_VERSION", "DiskReads", "ExpertStats", "Predictor"]
 
 FORMAT = "sharpi expert statistics"
 # What a field means changes with it.
@@ -63,6 +63,19 @@ class Predictor(NamedTuple):
         return self.used / self.wanted if self.wanted else None
 
 
+class DiskReads(NamedTuple):
+    """Of a model that is larger than RAM: choices of experts that were found in RAM (`hits`) and that had to be read
+    (`reads`), counted once a layer and pass; `bytes` from the disk to RAM; the seconds for which products `waited`;
+    how many experts the slots in RAM can hold, and do hold."""
+
+    hits: int
+    reads: int
+    bytes: int
+    waited: float
+    ram_capacity: int
+    ram_resident: int
+
+
 @dataclass(frozen=True, eq=False)
 class ExpertStats:
     """Counts by layer and expert: numpy uint64 [layers, experts], 0 in places that a layer with fewer experts lacks.
@@ -72,7 +85,8 @@ class ExpertStats:
 
     uses: how often tokens chose an expert, in prompts and in answers. hits, computed, fetched: choices in decode, which
     were found in a slot, computed by the CPU, or fetched by the GPU. loads and evictions: into slots and out of them.
-    capacity: how many experts the slots can hold. resident: how many they held at the end.
+    capacity: how many experts the slots can hold. resident: how many they held at the end. disk: what was read from
+    it, `None` if nothing was; it is not saved.
     """
 
     model: str
@@ -89,6 +103,7 @@ class ExpertStats:
     predictors: tuple[Predictor, ...] = ()
     capacity: int = 0
     resident: int = 0
+    disk: DiskReads | None = None
 
     @property
     def experts(self) -> int:
@@ -131,6 +146,7 @@ class ExpertStats:
             **{name: int(getattr(self, name).sum()) for name in COUNTS},
             "predictors": {predictor.name: predictor._asdict() | {"accuracy": predictor.accuracy}
                            for predictor in self.predictors},
+            "disk": self.disk._asdict() if self.disk else None,
         }
 
     def require_model(self, file: GgufFile) -> None:
@@ -161,6 +177,7 @@ class ExpertStats:
             predictors=tuple(Predictor(name, *map(int, numbers)) for name, *numbers in counts["predictors"]),
             capacity=int(counts["capacity"]),
             resident=int(counts["resident"]),
+            disk=DiskReads(**counts["disk"]) if counts["disk"]["bytes"] else None,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -566,12 +566,14 @@ def test_warmth_is_of_the_same_model_and_is_handed_to_the_gpu(moe: Path, tiny: P
     monkeypatch.setattr(_core, "Engine", FakeGpuEngine)
     monkeypatch.setattr(FakeGpuEngine, "counts", {
         "layers": saved.layers, "present": saved.present, **counts, "predictors": [("next-token", 8, 2, 4)],
-        "capacity": 4, "resident": 3})
+        "capacity": 4, "resident": 3,
+        "disk": {"hits": 5, "reads": 2, "bytes": 1000, "waited": 0.5, "ram_capacity": 6, "ram_resident": 6}})
     for warm in (path, saved):
         with Model.load(moe, device="cuda", warm=warm, notice=said.append) as model:
             assert FakeGpuEngine.options.warm == saved.order() and saved.order() != sorted(saved.order())
             experts = model.stats()["experts"]
             assert (experts["slots"], experts["resident"]) == (4, 3)
+            assert (experts["disk"]["reads"], experts["disk"]["waited"]) == (2, 0.5)
             assert experts["predictors"]["next-token"]["accuracy"] == 0.25
     assert "nothing is warmed" not in "".join(said[1:])
     monkeypatch.setattr("sharpi.loading.request.make_plan", lambda *a, **b: replace(

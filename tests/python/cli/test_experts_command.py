@@ -158,7 +158,9 @@ def test_commands_hand_the_files_on(command: list[str], script: Script, monkeypa
 
 @pytest.mark.parametrize(("experts", "said"), [
     (HITS, "; 74.2 % of experts from slots\n"), (None, "67.9 tokens/s\n"), ({**HITS, "slots": 0}, "67.9 tokens/s\n"),
-    ({**HITS, "hit_rate": None}, "67.9 tokens/s\n"), ({**HITS, "hit_rate": 0.0}, "; 0.0 % of experts from slots\n")])
+    ({**HITS, "hit_rate": None}, "67.9 tokens/s\n"), ({**HITS, "hit_rate": 0.0}, "; 0.0 % of experts from slots\n"),
+    ({**HITS, "disk": {"bytes": 3_210_000_000, "waited": 2.14}},
+     "; 74.2 % of experts from slots; 3.2 GB read from the disk, waited for 2.1 s\n")])
 def test_the_closing_line_has_the_hit_rate_where_there_are_slots(experts: Any, said: str, script: Script) -> None:
     script.experts = experts
     assert sharpi("run", "-p", "Once").stderr.endswith(said)
