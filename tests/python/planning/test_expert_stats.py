@@ -89,14 +89,19 @@ def test_the_summary_is_plain_and_sums_up() -> None:
     assert summary["predictors"]["next-token"]["accuracy"] == 0.37
 
 
+READ = {"hits": 5, "reads": 2, "bytes": 1000, "waited": 0.5, "ram_capacity": 6, "ram_resident": 4}
+
+
 def test_from_engine_takes_what_the_core_says() -> None:
     stats = random_stats()
     wider = {name: np.pad(getattr(stats, name), ((0, 0), (0, 4))) for name in COUNTS}
     counts = {"layers": list(LAYERS), "experts": 12, "present": list(PRESENT), **wider, "capacity": 7, "resident": 6,
-              "predictors": [tuple(predictor) for predictor in stats.predictors]}
+              "predictors": [tuple(predictor) for predictor in stats.predictors], "disk": {**READ, "bytes": 0}}
     plan = SimpleNamespace(model="tiny", architecture="qwen3moe", fingerprint="9-abc")
     assert same(stats, ExpertStats.from_engine(SimpleNamespace(expert_stats=lambda: counts), plan))
     assert ExpertStats.from_engine(SimpleNamespace(expert_stats=lambda: None), plan) is None
+    read = ExpertStats.from_engine(SimpleNamespace(expert_stats=lambda: {**counts, "disk": READ}), plan)
+    assert read and read.summary()["disk"] == READ and stats.summary()["disk"] is None
 
 
 # --- files --------------------------------------------------------------------------------------------------------
