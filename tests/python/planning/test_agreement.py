@@ -67,7 +67,7 @@ def measurements(machine: Machine) -> int:
     return len(machine.requests)
 
 
-@pytest.mark.parametrize("changes", [{"disk_bytes": 1}, {"disk_bytes_per_second": 1e9}])
+@pytest.mark.parametrize("changes", [{"disk_bytes": 1}, {"ram_slots": 1}, {"disk_bytes_per_second": 1e9}])
 def test_what_the_disk_bounds_is_not_compared(machine: Machine, changes: dict[str, Any]) -> None:
     current_profile()
     model = Loaded(large())
