@@ -42,13 +42,14 @@ class BesideVram:
         if self._wanted <= free:
             return
         left = left_for_weights(request, free)
-        if any(_outside(placed) for placed in placement if placed.kind == "experts"):
-            # The slots never have room for all experts outside of VRAM: these and the other weights are more than this.
-            room = left - sum(_outside(placed) + placed.by_row for placed in placement if placed.kind != "experts")
-            slots = SlotsInRam(request, batch)
-            self._bytes = slots.fitting(room if most is None else min(room, most))
-            self._pools = slots.pools(self._bytes) if self._bytes else ()
-        if not self._bytes:
+        # The experts outside of VRAM and the other weights together exceed RAM: there is never room for all of these
+        # experts, and none if there are no such experts.
+        room = left - sum(_outside(placed) + placed.by_row for placed in placement if placed.kind != "experts")
+        slots = SlotsInRam(request, batch)
+        self._bytes = slots.fitting(room if most is None else min(room, most))
+        if self._bytes:
+            self._pools = slots.pools(self._bytes)
+        else:
             self._on_disk = 1 - max(0, left) / self._wanted
 
     def details(self) -> dict[str, Any]:

@@ -114,6 +114,10 @@ def test_copies_come_first() -> None:
         assert planned(model, 30 * MIB, spill_bytes=spill).ram_slots == left(30 * MIB, spill) - EMBEDDING
     recurrent = planned(FakeWeights(**MOE, state_bytes=1000), 30 * MIB)
     assert recurrent.ram_slots == left(30 * MIB) - 30 * MIB // 16 - EMBEDDING
+    # They may take more than there is: then all of it is read.
+    plain, plan = planned(model, GIB), planned(model, 30 * MIB, spill_bytes=GIB)
+    assert plan.ram_slots == 0
+    assert seconds(plan.decode) == pytest.approx(seconds(plain.decode) + 4 * 2 * EXPERT * (1 - 7 / 32) / DISK)
 
 
 @pytest.mark.parametrize("cpu_moe", [False, True])
@@ -189,7 +193,7 @@ def test_the_prediction_layer_reads_for_drafts_alone() -> None:
 def test_statistics_whose_parts_add_up_to_more_than_all() -> None:
     """By rounding. A saved plan would not be read again."""
     model = FakeWeights(**MOE)
-    uses = np.array([[47, 13, 10, 39, 41, 25, 7, 0]] * 4, np.uint64)
+    uses = np.array([[47, 13, 7, 47, 4, 7, 7, 0]] * 4, np.uint64)
     plan = planned(model, GIB, slots=28, warm=stats_of(model, uses))
     assert plan.experts_in_slots == 28 and plan.hit_rate == 1
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
