@@ -50,8 +50,8 @@ class EngineOptions:
     def __init__(
         self, *, context: int, cache_tokens: int = 0, batch: int = 512, threads: int = 1, kv_dtype: str = "bf16",
         prompt: str = "fast", sequences: int = 4, device: str = "cpu", ordinal: int = 0, vram: int = 0,
-        homes: _Homes = [], expert_slot_bytes: int = 0, expert_rates: tuple[float, float] = (0.0, 0.0),
-        warm: Sequence[tuple[int, int]] = [], tight: bool = False,
+        homes: _Homes = [], expert_slot_bytes: int = 0, expert_ram_bytes: int = 0,
+        expert_rates: tuple[float, float] = (0.0, 0.0), warm: Sequence[tuple[int, int]] = [], tight: bool = False,
     ) -> None: ...
     @property
     def context(self) -> int: ...
@@ -77,6 +77,8 @@ class EngineOptions:
     def homes(self) -> list[tuple[str, int]]: ...
     @property
     def expert_slot_bytes(self) -> int: ...
+    @property
+    def expert_ram_bytes(self) -> int: ...
     @property
     def tight(self) -> bool: ...
     @property

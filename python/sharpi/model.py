@@ -104,9 +104,9 @@ class Model(LoadedModel):
         computes prompts: "exact" gives the same bits as every other processor, "fast" uses tensor cores, so the bits
         depend on the kind of GPU too, and takes batches of 64 rows or more; `None` is what the kind of GPU says, so far
         "fast". The CPU's are exact. mtp: whether to load a prediction layer, to draft tokens with; `None`: if the file
-        has one. spill_bytes: what the model's schedulers take if they are not told (see `Scheduler`). On the CPU a
-        mixture that is larger than RAM leaves room for their copies. ram_budget: bytes that it may take with them, if
-        it can do with so few; without it, what is free.
+        has one. spill_bytes: what the model's schedulers take if they are not told (see `Scheduler`). A mixture
+        that is larger than RAM leaves room for their copies. ram_budget: on the CPU, bytes that it may take with them,
+        if it can do with so few; without it, what is free.
 
         rope_scaling ("none", "linear" or "yarn"), rope_scale, rope_freq_base, rope_freq_scale (1 / rope_scale) and
         yarn_orig_ctx stretch the model to contexts longer than the file's, as llama.cpp's options of these names do:

@@ -39,6 +39,7 @@ def engine_options(plan: Plan, warm: ExpertStats | None = None) -> _core.EngineO
         vram=plan.vram or 0,
         homes=plan.homes if on_gpu else (),
         expert_slot_bytes=plan.expert_slots,
+        expert_ram_bytes=plan.ram_slots,
         expert_rates=plan.expert_rates if on_gpu else (0.0, 0.0),
         warm=warm.order() if warm and on_gpu else (),
         tight=on_gpu and not plan.fits,

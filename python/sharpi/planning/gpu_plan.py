@@ -6,26 +6,24 @@ to be less memory when it is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from sharpi.machine.hardware import Gpu
 from sharpi.machine.profile import HardwareProfile
-from sharpi.planning.disk import outside_vram, part_on_disk
+from sharpi.planning.gpu_ram import BesideVram
 from sharpi.planning.placement import SLOTS, ExpertPool, Switches, TensorHome
 from sharpi.planning.plan import SAVED_STATISTICS, UNIFORM_ROUTING, Plan
 from sharpi.planning.prediction import (
     after_on_gpu,
     balanced,
     cached_experts,
-    decode_from_disk,
     decode_on_gpu,
     draft_cost_on_gpu,
     expert_rates,
     hit_rate,
-    prefill_from_disk,
     prefill_on_gpu,
     read_outside_vram,
 )
@@ -103,12 +101,14 @@ class OnGpu:
 
     def shortened(self, plan: Plan, room: int) -> Plan:
         """`plan` with as much in VRAM as `room` bytes hold: with smaller slots for experts, or without the weights that
-        gain least. If nothing fits, what takes least. Nothing is measured: the GPU's memory is short just now."""
+        gain least. If nothing fits, what takes least. Nothing is measured: the GPU's memory is short just now. Slots in
+        RAM are worked out again, but never grow: what they left may be somebody's."""
         homes, slots = self._fitted(plan, room)
         profile = plan.profile or self._request.speeds.at_hand(self._found)
-        details = self._details(homes, slots, plan.batch, profile)
+        details = self._details(homes, slots, plan.batch, profile, plan.ram_slots or None)
         lines = self._request.lines("cuda", plan.context, plan.batch, homes, slots)
         return replace(plan, **{"expert_pools": (), "expert_slots": slots, "hit_rate": None, "hit_source": "",
+                                "ram_slots": 0, "ram_pools": (), "ram_hit_rate": None,
                                 "prefill": None, "decode": None, "decode_full": None, "draft_cost": None,
                                 "disk_bytes_per_second": None, "available_bytes": self._available,
                                 "lines": tuple(lines), **details},
@@ -157,16 +157,17 @@ class OnGpu:
         return self._request.shown or self._inventory.streamed(homes)
 
     def _details(self, homes: tuple[TensorHome, ...], slots: int, batch: int,
-                 profile: HardwareProfile | None) -> dict[str, Any]:
+                 profile: HardwareProfile | None, most_in_ram: int | None = None) -> dict[str, Any]:
         """What else a plan with these homes says, once the CPU's rows are filled in: how misses are shared, what is
-        expected of the slots, where everything is, and speeds if somebody needs them."""
+        expected of the slots, where everything is, and speeds if somebody needs them. most_in_ram: bytes of slots."""
         request = self._request
         known = self._inventory if profile is None else self._inventory.on(profile)
         if profile is not None and self._switches.rows:
             homes = balanced(known, homes, profile, request.threads)
         pools = self._pools(batch, homes, slots)
         cached = cached_experts(known.uses, pools, request.warm)
-        details: dict[str, Any] = {"homes": homes, "placement": self._inventory.placed(homes, pools)}
+        beside = BesideVram(request, batch, self._inventory.placed(homes, pools), pools, most_in_ram)
+        details: dict[str, Any] = {"homes": homes, **beside.details()}
         if profile is not None and self._inventory.has_experts:
             cpu, pcie = expert_rates(profile, request.threads, known.uses)
             details["expert_rates"] = (cpu, 0.0 if request.experts_on_cpu else pcie)
@@ -181,19 +182,8 @@ class OnGpu:
                         "decode_full": decode_on_gpu(uses, homes, profile, threads, cached, full),
                         "prefill": prefill_on_gpu(uses, homes, profile, batch, cached, request.prompt, known.beside),
                         "draft_cost": draft_cost_on_gpu(known, homes, profile, threads, cached)}
-            details |= self._from_disk(details, batch, read_outside_vram(uses, homes, cached))
+            details |= beside.speeds(details, read_outside_vram(uses, homes, cached))
         return details
-
-    def _from_disk(self, details: Mapping[str, Any], batch: int, read: float) -> dict[str, Any]:
-        """The speeds with the disk's part, if what is outside of VRAM is larger than RAM. read: bytes of it that a
-        token reads. A batch reads all of it."""
-        part = part_on_disk(self._request, details["placement"])
-        if not part:
-            return {}
-        rate, wanted = self._request.disk_bytes_per_second, outside_vram(details["placement"])
-        return {"disk_bytes_per_second": rate,
-                **{name: decode_from_disk(details[name], part * read, rate) for name in ("decode", "decode_full")},
-                "prefill": prefill_from_disk(details["prefill"], batch, part * wanted, rate)}
 
     def _pools(self, batch: int, homes: Sequence[TensorHome], slots: int) -> tuple[ExpertPool, ...]:
         if not any(home.home == SLOTS for home in homes):

@@ -136,7 +136,7 @@ class Placed(NamedTuple):
     """Bytes of the weights of one kind by where they are used from: each byte is in one of the six. missed: of
     experts, those beyond what the slots hold; they are the CPU's or come across PCIe, whichever is quicker just
     then. by_row: of tables that stay in the file and need neither VRAM nor RAM; only rows of a batch's tokens are read.
-    disk: of experts, those beyond what the slots in RAM hold.
+    disk: of experts, those beyond what slots in VRAM and in RAM hold.
     """
 
     kind: str

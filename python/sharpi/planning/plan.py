@@ -50,11 +50,14 @@ class Plan:
 
     homes: on the GPU, each tensor's, in the file's order. placement: bytes of the weights by kind and by place; empty
     for a plan for the CPU that is not to be shown. expert_slots: what slots for experts may take, if not all are in
-    VRAM, and expert_pools: what they are then. expert_rates: bytes a second of the CPU and of PCIe, by which they share
-    missed experts; if that of PCIe is 0, the CPU computes all of them, as it does if no rates are known. hit_rate: the
-    part of the experts' uses that is expected to find them in slots, `None` if no expert has a slot as its home;
-    hit_source says how that is known. prefill (of one batch), decode (at the beginning of a context) and decode_full
-    (at its end): the predicted speeds, and `profile` the machine that they are for; `None` if nobody needed to know.
+    VRAM, and expert_pools: what they are then. ram_slots and ram_pools: on the GPU, the same of slots in RAM, for
+    experts that VRAM does not hold if RAM cannot hold all of them; the others are read from the disk. expert_rates:
+    bytes a second of the CPU and of PCIe, by which they share missed experts; if that of PCIe is 0, the CPU computes
+    all of them, as it does if no rates are known. hit_rate: the part of the experts' uses that is expected to find them
+    in slots, `None` if no expert has a slot as its home; hit_source says how that is known. ram_hit_rate: the part that
+    is expected to find them in ram_slots, `None` without these. prefill (of one batch), decode (at the beginning of a
+    context) and decode_full (at its end): the predicted speeds, and `profile` the machine that they are for; `None` if
+    nobody needed to know.
     fingerprint: of the file's tensors. disk_bytes: of a mixture that is larger than RAM, on the CPU, its experts'
     bytes: they are read from the disk, at disk_bytes_per_second, unless they are in the slots; that is known too if
     RAM has no room for other weights. sequences: how many
@@ -91,9 +94,12 @@ class Plan:
     placement: tuple[Placed, ...] = ()
     expert_slots: int = 0
     expert_pools: tuple[ExpertPool, ...] = ()
+    ram_slots: int = 0
+    ram_pools: tuple[ExpertPool, ...] = ()
     expert_rates: tuple[float, float] = (0.0, 0.0)
     hit_rate: float | None = None
     hit_source: str = ""
+    ram_hit_rate: float | None = None
     prefill: Speed | None = None
     decode: Speed | None = None
     decode_full: Speed | None = None
@@ -193,7 +199,7 @@ class Plan:
     @property
     def reads_disk(self) -> bool:
         """Whether tokens wait for weights that RAM has no room for, as far as the plan knows."""
-        return self.disk_bytes > 0 or self.disk_bytes_per_second is not None
+        return self.disk_bytes > 0 or self.ram_slots > 0 or self.disk_bytes_per_second is not None
 
     @property
     def resident(self) -> bool:
@@ -222,7 +228,7 @@ class Plan:
             "lines": [{"name": name, "bytes": count} for name, count in self.lines],
             "homes": [list(home) for home in self.homes],
             "placement": [placed._asdict() for placed in self.placement],
-            "expert_pools": [pool._asdict() for pool in self.expert_pools],
+            **{name: [pool._asdict() for pool in getattr(self, name)] for name in ("expert_pools", "ram_pools")},
             "expert_rates": list(self.expert_rates),
             "prefill": asdict(self.prefill) if self.prefill else None,
             "decode": asdict(self.decode) if self.decode else None,
@@ -242,15 +248,15 @@ class Plan:
         """Raises if the plan cannot be carried out: `InvalidRequestError` for a GPU that is not there,
         `OutOfMemoryError` for a model that does not fit into the VRAM, and for slots in RAM for which there is too
         little. Otherwise RAM is not checked: the weights are mapped, and what does not fit is read again."""
-        if self.device != "cuda":
-            if self.expert_slots > (free := free_ram_bytes()):
-                raise OutOfMemoryError(f"the plan holds {size_words(self.expert_slots)} of experts in RAM, and"
-                                       f" {size_words(free)} are free: make a new plan")
-            return
-        if not isinstance(self.gpu, Gpu):
+        on_gpu = self.device == "cuda"
+        if on_gpu and not isinstance(self.gpu, Gpu):
             raise InvalidRequestError(f"device cuda: {self.gpu}")
-        if not self.fits:
+        if on_gpu and not self.fits:
             raise OutOfMemoryError(self.shortage())
+        in_ram = self.ram_slots if on_gpu else self.expert_slots
+        if in_ram > (free := free_ram_bytes()):
+            raise OutOfMemoryError(f"the plan holds {size_words(in_ram)} of experts in RAM, and"
+                                   f" {size_words(free)} are free: make a new plan")
 
     def shortage(self) -> str:
         """For a plan that does not fit: how much is missing, and what would fit, in one line."""
@@ -324,8 +330,11 @@ def _check(plan: Plan, file: GgufFile, spec: Any) -> None:
         raise InvalidRequestError("it loads a prediction layer, and the model has none to use")
     if plan.device == "cuda":
         Inventory.of(file, spec, mtp=plan.mtp).check(plan.homes)
-    if plan.device == "cuda" and plan.expert_slots and all(home.home != SLOTS for home in plan.homes):
+    slots = plan.expert_slots or plan.ram_slots
+    if plan.device == "cuda" and slots and all(home.home != SLOTS for home in plan.homes):
         raise InvalidRequestError("it has slots for experts, none of which are to be in slots")
+    if plan.device == "cpu" and plan.ram_slots:
+        raise InvalidRequestError("its 'ram_slots' are for a GPU's plan, and it is for the CPU")
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
@@ -444,12 +453,12 @@ def _number(least: float, most: float) -> Callable[[Any], float]:
 
 
 # What plans have had for some time only, and what the others mean.
-_LATER = {"disk_bytes": 0, "disk_bytes_per_second": None}
+_LATER = {"disk_bytes": 0, "disk_bytes_per_second": None, "ram_slots": 0, "ram_pools": (), "ram_hit_rate": None}
 
 _READERS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("model", "architecture", "fingerprint", "why"), _text),
     **{name: _count() for name in ("weights_bytes", "kv_bytes", "kv_bytes_if_all_seen", "fitting_context",
-                                   "fitting_batch", "fitting_vram", "expert_slots", "disk_bytes")},
+                                   "fitting_batch", "fitting_vram", "expert_slots", "ram_slots", "disk_bytes")},
     "disk_bytes_per_second": _maybe(_number(1, 1e15)),
     "device": _one_of("cpu", "cuda"),
     "gpu": _gpu,
@@ -468,9 +477,9 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "lines": _each(_line),
     "homes": _each(_home),
     "placement": _each(_placed),
-    "expert_pools": _each(_pool),
+    **dict.fromkeys(("expert_pools", "ram_pools"), _each(_pool)),
     "expert_rates": _rates,
-    "hit_rate": _maybe(_number(0, 1)),
+    **dict.fromkeys(("hit_rate", "ram_hit_rate"), _maybe(_number(0, 1))),
     "hit_source": _one_of("", UNIFORM_ROUTING, SAVED_STATISTICS),
     "prefill": _maybe(_speed),
     "decode": _maybe(_speed),

@@ -4,8 +4,9 @@ A plan is what `Model.load` carries out and what `sharpi plan` shows; both come 
 prediction and the run cannot drift apart. Its lines are the core's own: the loading code run over a memory that only
 counts. On the CPU the weights stay in the mapped file and fill RAM beside the lines; on the GPU the lines are all
 there is. A model that does not fit into the GPU's memory has the most useful of its weights there and the others in
-RAM, to be fetched across PCIe or computed by the CPU; what is left of the memory holds slots for experts. Planning is
-arithmetic: a plan for a GPU can be made on a machine without one.
+RAM, to be fetched across PCIe or computed by the CPU; what is left of the memory holds slots for experts. If RAM has no
+room for the others either, slots there hold some, and the rest is read from the disk. Planning is arithmetic: a plan
+for a GPU can be made on a machine without one.
 """
 
 from __future__ import annotations
@@ -133,8 +134,8 @@ def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | i
     "auto" is the GPU if there is one and the model fits into its free memory, or into the budget `vram`; if only a part
     of it fits, the GPU or the CPU, whichever is predicted to decode faster. cpu_moe: whether all experts are left to
     the CPU even if they would fit; `None`: what SHARPI_CPU_MOE says. sequences, cache_tokens: see `Plan`. spill_bytes:
-    what the model's schedulers are given of this name. On the CPU a mixture that is larger than RAM leaves room for
-    their copies, and takes with them at most `ram_budget` bytes, unless it needs more than that. prompt:
+    what the model's schedulers are given of this name. A mixture that is larger than RAM leaves room for their
+    copies; on the CPU it takes with them at most `ram_budget` bytes, unless it needs more than that. prompt:
     "exact" or "fast"; `None`: what the kind of GPU says. A batch that is too small for fast prompts is rounded up.
     profile: the machine's speeds; without it, they are measured if they are needed and not known. warm: how often each
     expert is used, to expect hits by; without it, all alike. shown: the plan is for a person to look at; it has
@@ -190,7 +191,7 @@ def _on_cpu(request: Request, why: str, found: Gpu | str | None) -> Plan:
                  "decode": decode_on_cpu(known.model_uses, profile, request.threads, known.beside),
                  "decode_full": decode_on_cpu(known.model_uses, profile, request.threads, full),
                  "draft_cost": draft_cost_on_cpu(known, profile, request.threads)}
-        shown = slots.speeds(shown, profile)
+        shown = slots.speeds(shown)
     return request.fill("cpu", why, found, batch, slots.room, (), **slots.details(), **shown,
                         fitting_batch=fitting_batch(batch, least_batch("cpu", EXACT),
                                                     lambda rows: fits(request.context, rows)),
@@ -240,7 +241,7 @@ def _faster(request: Request, found: Gpu) -> Plan:
     batch, slots = _in_ram(request)
     if not slots.fits(request.context, batch):
         return replace(there, why=because + ", and not into RAM either, which the CPU needs")
-    here = slots.decode(decode_on_cpu(known.model_uses, profile, request.threads, known.beside), profile)
+    here = slots.decode(decode_on_cpu(known.model_uses, profile, request.threads, known.beside))
     said = because + ", and decode is predicted at {:.1f} tokens/s {}, {:.1f} {}"
     speeds = {"cuda": there.decode.tokens_per_second, "cpu": here.tokens_per_second}
     if speeds["cuda"] >= speeds["cpu"]:

@@ -215,7 +215,8 @@ def _most_used(layers: Sequence[int], count: int, slots: int, warm: ExpertStats)
     inside = np.zeros(part.size, dtype=bool)
     inside[np.argsort(-part, axis=None, kind="stable")[:slots]] = True
     inside = inside.reshape(part.shape)
-    return list(zip((part * inside).sum(axis=1).tolist(), inside.mean(axis=1).tolist(), strict=True))
+    hits = np.minimum(1.0, (part * inside).sum(axis=1))  # a sum of all parts may be rounded up
+    return list(zip(hits.tolist(), inside.mean(axis=1).tolist(), strict=True))
 
 
 def hit_rate(cached: Mapping[int, Cached]) -> float:

@@ -3,23 +3,26 @@ others are read from the disk when a token chooses them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from sharpi.machine.profile import HardwareProfile
-from sharpi.planning.disk import all_ram, copies_bytes, free_ram, left_for_weights
-from sharpi.planning.placement import BY_ROW, ExpertPool, Placed, Use
-from sharpi.planning.plan import UNIFORM_ROUTING
-from sharpi.planning.prediction import (
-    Cached,
-    Speed,
-    cached_experts,
-    decode_from_disk,
-    hit_rate,
-    missed_bytes,
-    prefill_from_disk,
+from sharpi.planning.disk import (
+    Read,
+    SlotsInRam,
+    all_ram,
+    copies_bytes,
+    decode_reading,
+    expert_bytes,
+    free_ram,
+    left_for_weights,
+    read_of_experts,
+    slotted,
+    speeds_reading,
 )
+from sharpi.planning.placement import BY_ROW, ExpertPool
+from sharpi.planning.plan import UNIFORM_ROUTING
+from sharpi.planning.prediction import Speed, cached_experts, hit_rate
 from sharpi.planning.request import Request
 
 __all__ = ["RamSlots"]
@@ -29,8 +32,8 @@ class RamSlots:
     """The slots of a plan for the CPU."""
 
     def __init__(self, request: Request, batch: int) -> None:
-        self._request, self._batch = request, batch
-        self.expert_bytes = self._bytes_of(request.inventory.uses)
+        self._request, self._batch, self._slots = request, batch, SlotsInRam(request, batch)
+        self.expert_bytes = expert_bytes(request, request.inventory.uses)
         self._weights = weights = sum(tensor.nbytes for tensor in request.file.tensors)
         self._others = weights - self.expert_bytes
         free = free_ram(request)
@@ -49,7 +52,7 @@ class RamSlots:
         budget = free if request.ram_budget is None else request.ram_budget
         for room, counted in ((min(left, budget - copies), min(free, budget) - copies), (left, free - copies),
                               (left + copies, free)):
-            self.bytes = self._fitting(room) if self.expert_bytes else 0
+            self.bytes = self._slots.fitting(room - self._others - taken) if self.expert_bytes else 0
             if self.bytes:
                 self.room = counted
                 return
@@ -63,7 +66,7 @@ class RamSlots:
     @cached_property
     def pools(self) -> tuple[ExpertPool, ...]:
         """What the slots are."""
-        return self._pools_of(self.bytes)
+        return self._slots.pools(self.bytes)
 
     def details(self) -> dict[str, Any]:
         """What the plan says of them, apart from speeds."""
@@ -74,61 +77,27 @@ class RamSlots:
         return {"slots": self.bytes, "disk_bytes": self.expert_bytes, "expert_pools": self.pools,
                 "hit_rate": hit_rate(cached), "hit_source": UNIFORM_ROUTING}
 
-    def speeds(self, plain: Mapping[str, Any], profile: HardwareProfile) -> dict[str, Any]:
+    def speeds(self, plain: Mapping[str, Any]) -> dict[str, Any]:
         """The speeds and the placement of a plan whose weights are all in RAM, `plain`, with the disk's part."""
+        if not self._reads:
+            return dict(plain)
+        made = {**plain, **speeds_reading(self._request, plain, self._batch, self._read)}
         if not self.bytes:
-            return dict(plain) if not self._on_disk else {
-                **plain, "disk_bytes_per_second": self._rate,
-                "decode": self.decode(plain["decode"], profile),
-                "decode_full": self.decode(plain["decode_full"], profile),
-                "prefill": prefill_from_disk(plain["prefill"], self._batch, self._on_disk * self._weights, self._rate)}
-        cached, used = self._cached(profile), self._bytes_of(self._request.inventory.model_uses)
-        held = sum(layer.held for layer in cached.values()) / max(1, len(cached))
-        return {**plain, "disk_bytes_per_second": self._rate,
-                "placement": tuple(self._placed(each) for each in plain["placement"]),
-                "decode": self.decode(plain["decode"], profile),
-                "decode_full": self.decode(plain["decode_full"], profile),
-                "prefill": prefill_from_disk(plain["prefill"], self._batch, used * (1 - held), self._rate),
+            return made
+        return {**made, "placement": tuple(slotted(each, self.pools) for each in plain["placement"]),
                 "draft_cost": None}
 
-    def decode(self, plain: Speed, profile: HardwareProfile) -> Speed:
+    def decode(self, plain: Speed) -> Speed:
         """The speed of decode, `plain` being that with all weights in RAM."""
-        if self.bytes:
-            return decode_from_disk(plain, missed_bytes(self._cached(profile)), self._rate)
-        if not self._on_disk:
-            return plain
-        read = sum(use.read_bytes for use in self._request.inventory.model_uses if use.role not in BY_ROW)
-        return decode_from_disk(plain, self._on_disk * read, self._rate)
+        return decode_reading(self._request, plain, self._read) if self._reads else plain
 
-    def _cached(self, profile: HardwareProfile) -> dict[int, Cached]:
-        """The layers with slots. Predictions are without drafts."""
-        found = cached_experts(self._request.inventory.on(profile).uses, self.pools)
-        return {layer: known for layer, known in found.items() if layer < self._request.spec.layer_count}
+    @property
+    def _reads(self) -> bool:
+        return self.bytes > 0 or self._on_disk > 0
 
     @cached_property
-    def _rate(self) -> float:
-        return self._request.disk_bytes_per_second
-
-    def _fitting(self, room: int) -> int:
-        """What slots may take of this RAM; 0 if there is none for a useful number."""
-        left = max(0, room - self._others - self._taken)
-        return left if left and any(pool.slots for pool in self._pools_of(left)) else 0
-
-    def _pools_of(self, count: int) -> tuple[ExpertPool, ...]:
-        """The pools of slots that `count` bytes give."""
-        options = self._request.options("cpu", self._request.context, self._batch, (), count)
-        return tuple(ExpertPool(*pool) for pool in self._request.spec.expert_pools(options))
-
-    def _bytes_of(self, uses: Sequence[Use]) -> int:
-        """What the experts take. A tensor may hold two of their matrices, and then has two uses."""
-        return sum(self._request.file.tensors[tensor].nbytes
-                   for tensor in {use.tensor for use in uses if use.role == "experts"})
-
-    def _placed(self, placed: Placed) -> Placed:
-        if placed.kind != "experts":
-            return placed
-        held = sum(pool.slots for pool in self.pools) / max(1, sum(pool.experts for pool in self.pools))
-        kept = round(placed.cpu * held)
-        return placed._replace(cpu=kept, disk=placed.cpu - kept)
-
-
+    def _read(self) -> Read:
+        if self.bytes:
+            return read_of_experts(self._request, self.pools)
+        whole = sum(use.read_bytes for use in self._request.inventory.model_uses if use.role not in BY_ROW)
+        return Read(self._on_disk * whole, self._on_disk * self._weights)

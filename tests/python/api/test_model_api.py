@@ -333,6 +333,7 @@ def test_a_model_that_does_not_fit_whole_is_loaded_as_planned(tiny: Path, monkey
             "vram": 0,
             "homes": list(model.plan.homes),
             "expert_slot_bytes": 0,
+            "expert_ram_bytes": 0,
             "expert_rates": (0.0, 0.0),
             "warm": [],
             "tight": False,

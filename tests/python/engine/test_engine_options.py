@@ -20,8 +20,9 @@ from sharpi.planning.planner import make_plan
 ALL = {
     "context": 100, "cache_tokens": 300, "batch": 20, "threads": 3, "kv_dtype": "fp16", "prompt": "exact",
     "sequences": 7, "device": "cuda",
-    "ordinal": 3, "vram": 1 << 40, "homes": [("vram", 0), ("direct", 32), ("slots", 0)], "expert_slot_bytes": 5 << 32,
-    "expert_rates": (1e9, 2e9), "warm": [(3, 4), (0, 1)], "tight": True,
+    "ordinal": 3, "vram": 1 << 40, "homes": [("vram", 0), ("direct", 32), ("slots", 0)],
+    "expert_slot_bytes": 5 << 32, "expert_ram_bytes": 6 << 32, "expert_rates": (1e9, 2e9), "warm": [(3, 4), (0, 1)],
+    "tight": True,
 }
 
 
@@ -71,8 +72,8 @@ def test_a_value_that_cannot_be_is_refused(name: str, value: object, message: st
 
 @pytest.mark.parametrize("name, value", [
     ("context", "many"), ("batch", None), ("threads", 1 << 31), ("sequences", 1 << 31), ("vram", -1),
-    ("expert_slot_bytes", -1), ("homes", [("vram",)]), ("homes", [("vram", 0, 0)]), ("ordinal", 1 << 31),
-    ("expert_rates", (1.0,)), ("warm", [3]), ("prompt", 1)])
+    ("expert_slot_bytes", -1), ("expert_ram_bytes", -1), ("homes", [("vram",)]), ("homes", [("vram", 0, 0)]),
+    ("ordinal", 1 << 31), ("expert_rates", (1.0,)), ("warm", [3]), ("prompt", 1)])
 def test_a_value_of_another_type_is_refused(name: str, value: object) -> None:
     with pytest.raises(TypeError):
         _core.EngineOptions(**{**ALL, name: value})
@@ -124,7 +125,8 @@ def test_the_engine_is_told_what_the_plan_was_made_with(place: str, prompt: str,
             plan.expert_pools)
     assert fields_of(options) == {
         **asked, "prompt": plan.prompt, "ordinal": 0, "vram": plan.vram or 0, "homes": list(plan.homes), "warm": [],
-        "expert_slot_bytes": plan.expert_slots, "expert_rates": plan.expert_rates, "tight": not plan.fits}
+        "expert_slot_bytes": plan.expert_slots, "expert_ram_bytes": 0, "expert_rates": plan.expert_rates,
+        "tight": not plan.fits}
     for name, value in (("context", 40_000), ("batch", 3000), ("kv_dtype", "bf16"), ("sequences", 90),
                         ("cache_tokens", 60_000)):
         other = _core.EngineOptions(**{**fields_of(options), name: value})

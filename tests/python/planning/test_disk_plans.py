@@ -11,6 +11,7 @@ from fake_weights import GIB, MACHINE, MIB, STREAMING, FakeWeights, plain_machin
 from planning import machine_with, plan_of
 from recorded_models import write_without_weights
 
+from sharpi import _core
 from sharpi.loading.description import describe
 from sharpi.planning.copies import kept
 from sharpi.planning.placement import Inventory
@@ -47,28 +48,54 @@ def seconds(plan: Plan) -> float:
     return 1 / plan.decode.tokens_per_second
 
 
-def test_what_ram_has_no_room_for_beside_a_gpu_is_read_from_the_disk(mixture: Any) -> None:
+def test_a_mixture_has_slots_in_ram_and_the_rest_is_read_from_the_disk(mixture: Any) -> None:
     plain = planned(mixture, 64 * GIB)
-    assert plain.decode and plain.decode_full and plain.prefill and plain.disk_bytes_per_second is None
+    assert plain.decode and plain.decode_full and plain.prefill and not plain.ram_slots and not plain.reads_disk
     outside = sum(placed.direct + placed.missed + placed.cpu for placed in plain.placement)
     assert 11 * GIB < outside < 13 * GIB
     ram = 10 * GIB
     plan = planned(mixture, ram)
-    assert plan.fits and (plan.homes, plan.lines) == (plain.homes, plain.lines)
+    assert plan.fits and (plan.homes, plan.lines) == (plain.homes, plain.lines) and plan.reads_disk
     assert plan.decode and plan.decode_full and plan.prefill and plan.disk_bytes_per_second == DISK
-    part = 1 - (ram - GIB - kept(ram, recurrent=False).total) / outside
+    by_row = sum(placed.by_row for placed in plan.placement)
+    assert plan.ram_slots == ram - GIB - kept(ram, recurrent=False).total - by_row
+    spec = mixture[1]
+    core = _core.EngineOptions(device="cpu", context=2048, expert_slot_bytes=plan.ram_slots)
+    assert [tuple(pool) for pool in plan.ram_pools] == spec.expert_pools(core), "the core lays them out as on the CPU"
+    held = sum(pool.slots for pool in (*plan.expert_pools, *plan.ram_pools)) / plan.experts
     inventory = Inventory.of(*mixture)
-    pools = sum(pool.slots for pool in plan.expert_pools) / sum(pool.experts for pool in plan.expert_pools)
-    experts = sum(use.read_bytes for use in inventory.model_uses if use.role == "experts")
-    read = part * experts * (1 - pools) / DISK
+    experts = [use for use in inventory.model_uses if use.role == "experts"]
+    read = sum(use.read_bytes for use in experts) * (1 - held) / DISK
     assert seconds(plan) == pytest.approx(seconds(plain) + read, rel=1e-6)
     assert 1 / plan.decode_full.tokens_per_second == pytest.approx(1 / plain.decode_full.tokens_per_second + read)
-    assert plan.prefill.tokens_per_second == pytest.approx(plan.batch / (part * outside / DISK))
+    brought = sum(use.batch_bytes for use in experts) * (1 - held)
+    assert plan.prefill.tokens_per_second == pytest.approx(plan.batch / (brought / DISK))
     assert plan.decode.bound == plan.prefill.bound == "disk"
     assert forecast(plain, *mixture, 8, 512) is not None and forecast(plan, *mixture, 8, 512) is None
     assert seconds(planned(mixture, ram, spill_bytes=0)) < seconds(plan), "copies take RAM, too"
     for just, reads in ((outside, False), (outside - 1, True)):
-        assert (planned(mixture, just).disk_bytes_per_second == DISK) is reads
+        made = planned(mixture, just)
+        assert (made.ram_slots > 0) is (made.disk_bytes_per_second == DISK) is made.reads_disk is reads
+
+
+def test_a_dense_model_beside_a_gpu_comes_through_the_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeWeights(layers=8)
+    monkeypatch.setattr(FakeWeights, "paths", (), raising=False)
+    monkeypatch.setattr("sharpi.planning.request.ASSUMED_BYTES_PER_SECOND", DISK)
+    vram = model.total // 2
+    plain = plan_of(model, vram, ram=GIB, shown=True)
+    outside = sum(placed.direct + placed.cpu for placed in plain.placement)
+    ram = outside * 2 // 3
+    plan = plan_of(model, vram, ram=ram, shown=True)
+    assert (plan.homes, plan.lines, plan.placement) == (plain.homes, plain.lines, plain.placement)
+    assert not plan.ram_slots and not plan.ram_pools and plan.ram_hit_rate is None and plan.reads_disk
+    part = 1 - (ram - ram // 8 - ram // 16) / outside
+    read = sum(use.read_bytes for use in Inventory.of(model, model).model_uses
+               if use.role != "embedding" and plan.homes[use.tensor].home != "vram")
+    assert seconds(plan) == pytest.approx(seconds(plain) + part * read / DISK)
+    assert plan.prefill and plan.prefill.tokens_per_second == pytest.approx(plan.batch / (part * outside / DISK))
+    for just, reads in ((outside, False), (outside - 1, True)):
+        assert plan_of(model, vram, ram=just, shown=True).reads_disk is reads
 
 
 @pytest.mark.parametrize("experts", [(), (0, 1, 2, 3)])

@@ -183,6 +183,9 @@ def test_a_plan_that_lacks_something(model: FakeWeights, tmp_path: Path) -> None
     sums = {
         "disk_bytes",  # plans of before have none
         "disk_bytes_per_second",
+        "ram_slots",
+        "ram_pools",
+        "ram_hit_rate",
         "embedding_bytes",
         "prediction_bytes",
         "head_bytes",
@@ -218,6 +221,8 @@ NONSENSE = {
     "expert_slots": [-1, None, 0.5, True, "1GiB"], "hit_source": [None, "hearsay"],
     "expert_rates": [None, 3, [], [1], [1, 2, 3], [-1, 1], [1, float("nan")], [1, "2"], [1, float("inf")], {}],
     "hit_rate": [-0.1, 1.1, float("nan"), "0.5", True],
+    "ram_slots": [-1, None, 0.5, True, "1GiB"], "ram_hit_rate": [-0.1, 1.1, float("nan"), "0.5", True],
+    "ram_pools": [None, 3, [3], [{}], [{"layers": 1, "experts": 8, "slot_bytes": 1, "slots": 9}]],
     "expert_pools": [None, 3, {}, [3], [[]], [{}], [{"layers": [1], "experts": 8, "slot_bytes": 1, "slots": 0}],
                      [{"layers": 1, "experts": 8, "slot_bytes": 1, "slots": 9}],
                      [{"layers": -1, "experts": 8, "slot_bytes": 1, "slots": 0}],

@@ -176,7 +176,8 @@ class FakeWeights:
                    if tensor.name.startswith(f"blk.{layer}.") and "_exps" in tensor.name) // 8
 
     def expert_pools(self, options: _core.EngineOptions) -> list[tuple[int, int, int, int]]:
-        return self.pools(options.homes, options.expert_slot_bytes)
+        homes = options.homes if options.device == "cuda" else [("slots", 0)] * len(self.tensors)
+        return self.pools(homes, options.expert_slot_bytes)
 
     def pools(self, homes: Sequence[Any], expert_slot_bytes: int) -> list[tuple[int, int, int, int]]:
         """Layers whose experts are of one size share slots, and have a part of the room by what all experts take."""

@@ -47,6 +47,7 @@ _Row = tuple[str, int, str]
 
 DEFAULT_TOKENS = 1024  # of each request
 _BAR = 60  # characters
+_MANY_PLACES = 5  # need narrower columns
 # Decode at the end of the context is shown if it is slower than this part of decode at its beginning.
 _MUCH_LESS = 0.97
 # A place where weights are: its column, what the bar shows for it, and how the line below the bar explains that.
@@ -54,7 +55,7 @@ _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in
            ("missed", "on a miss", "~", "in RAM, on a miss computed by the CPU or fetched"),
            ("cpu", "by the CPU", "-", "in RAM, computed by the CPU"),
            ("by_row", "by row", ":", "in the file, of which a token reads one row"),
-           ("disk", "on the disk", ".", "on the disk, read when a token chooses them"))
+           ("disk", "on disk", ".", "on the disk, read when a token chooses them"))
 
 
 @click.command("plan", cls=Command, examples=(
@@ -179,7 +180,8 @@ def _weights(plan: Plan, verbose: bool) -> list[_Row]:
     if verbose:
         rows += [(f"layer {index}", count, "") for index, count in enumerate(layers)]
     else:
-        some = ", some in RAM" if set(direct) - {"output head"} else ""
+        disk = " and on the disk" if any(placed.disk for placed in plan.placement) else ""
+        some = f", some in RAM{disk}" if set(direct) - {"output head"} else ""
         rows.append(("layers", sum(layers), f"{len(layers)} of them{some}"))
     if plan.mtp:
         rows.append(("prediction", plan.prediction_bytes, "a layer that drafts tokens"))
@@ -225,7 +227,14 @@ def _room(plan: Plan, elsewhere: bool) -> list[_Row]:
         rows.append(("free", plan.gpu.free_bytes, printable(plan.gpu.name)))
     if plan.vram is not None:
         rows.append(("budget", plan.vram, "--vram"))
+    if plan.ram_slots:
+        rows.append(("RAM slots", plan.ram_slots, f"for experts, of {size(_outside_vram(plan))} outside VRAM"))
     return rows
+
+
+def _outside_vram(plan: Plan) -> int:
+    """Bytes of the experts that VRAM does not hold."""
+    return sum(placed.missed + placed.cpu + placed.disk for placed in plan.placement if placed.kind == "experts")
 
 
 def _placement(plan: Plan) -> list[str]:
@@ -235,8 +244,10 @@ def _placement(plan: Plan) -> list[str]:
     sums = {place: sum(getattr(placed, place) for placed in plan.placement) for place, *_ in _PLACES}
     places = [place for place in _PLACES if sums[place[0]]]
 
+    width = 14 if len(places) < _MANY_PLACES else 12
+
     def row(name: str, cells: list[str]) -> str:
-        return f"  {name:<14}" + "".join(f"{cell:>14}" for cell in cells)
+        return f"  {name:<14}" + "".join(f"{cell:>{width}}" for cell in cells)
 
     def cells(placed: Placed) -> list[str]:
         counts = [getattr(placed, place) for place, *_ in places]
@@ -249,11 +260,25 @@ def _placement(plan: Plan) -> list[str]:
 
 def _slots(plan: Plan) -> list[str]:
     """How many experts are in slots, and how often one is expected there."""
-    if not plan.expert_slots or plan.hit_rate is None:
+    if plan.hit_rate is None:
         return []
-    return [_wrapped(f"Experts in slots: {plan.experts_in_slots:,} of {plan.experts:,}"
-                     f" ({100 * plan.experts_in_slots / plan.experts:.0f} %), {plan.slots_per_layer:.1f} a layer;"
-                     f" expected hit rate {100 * plan.hit_rate:.0f} % ({plan.hit_source}).", "  ")]
+
+    def part(slots: int) -> str:
+        return f"({100 * slots / plan.experts:.0f} %)"
+
+    in_vram, in_ram = plan.experts_in_slots, sum(pool.slots for pool in plan.ram_pools)
+    rates = [f"{100 * rate:.0f} %" for rate in (plan.hit_rate, plan.ram_hit_rate or 0.0)]
+    if in_vram and in_ram:
+        told = (f"{in_vram:,} {part(in_vram)} in VRAM and {in_ram:,} {part(in_ram)} in RAM, of {plan.experts:,};"
+                f" expected hit rates {' and '.join(rates)}")
+    elif in_vram:
+        told = (f"{in_vram:,} of {plan.experts:,} {part(in_vram)}, {plan.slots_per_layer:.1f} a layer;"
+                f" expected hit rate {rates[0]}")
+    elif in_ram:
+        told = f"{in_ram:,} of {plan.experts:,} {part(in_ram)} in RAM; expected hit rate {rates[1]}"
+    else:
+        return []
+    return [_wrapped(f"Experts in slots: {told} ({plan.hit_source}).", "  ")]
 
 
 def _percent(part: float) -> str:
@@ -376,11 +401,14 @@ def _verdict(plan: Plan) -> list[str]:
         if plan.resident:
             return [f"It fits, with {spare} to spare."]
         # Not of the file, which may have a prediction layer that is left there.
-        weights = max(1, sum(placed.vram + placed.by_row + _in_ram(placed) for placed in plan.placement))
+        weights = max(1, sum(sum(placed[1:]) for placed in plan.placement))
         beside, by_row = sum(map(_in_ram, plan.placement)), sum(placed.by_row for placed in plan.placement)
         if not beside:
             return [f"It fits, with {spare} to spare; {_percent(by_row / weights)} of the weights are read by row."]
-        return [f"It fits with {_percent(beside / weights)} of the weights in RAM, and {spare} to spare."]
+        on_disk = sum(placed.disk for placed in plan.placement)
+        disk = f", {_percent(on_disk / weights)} on the disk" if on_disk else ""
+        said = f"It fits with {_percent(beside / weights)} of the weights in RAM{disk}, and {spare} to spare."
+        return [_wrapped(said)]
     from sharpi.planning.plan import vram_words
 
     even = "" if plan.resident else ", even with its weights in RAM"
