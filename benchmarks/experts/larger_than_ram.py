@@ -1,23 +1,35 @@
 #!/usr/bin/env python3
 """A mixture of experts that is larger than the RAM it may use: tokens a second and bytes that a token reads from the
-disk, beside llama.cpp's mapped file (if llama-cpp-python is installed) under the same limit.
+disk, beside llama.cpp's mapped file under the same limit.
 
     sudo python benchmarks/experts/larger_than_ram.py model.gguf --limit 2GiB --threads 2
+    sudo python benchmarks/experts/larger_than_ram.py model.gguf --left 30GiB --device cuda --vram 12GiB \\
+        --llama-bench "llama-bench -ngl 99 -ncmoe 20 -fa 1"
 
-The limit is a control group's, so it needs the right to make one. Page cache counts against it. The file is dropped
-from the page cache before each engine runs, in a process of its own. First comes what the disk gives: random blocks of
-1 MiB past the page cache, 16 at a time. A virtual machine's disk may be served from its host's memory.
+--limit is a control group's, so it needs the right to make one; page cache counts against it. --left holds RAM in
+another process until so much of it is free. The page cache is dropped before each engine runs, in a process of its own:
+the file's pages, or all of it if the right is there. First comes what the disk gives: random blocks of 1 MiB past the
+page cache, 1, 16 and 32 at a time. A virtual machine's disk may be served from its host's memory.
+
+llama.cpp is llama-cpp-python's, if it is installed, or the program that --llama-bench names, with its options for
+placement. That program gives one speed for a prompt and one for decode.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import json
+import mmap
 import multiprocessing
 import os
+import shlex
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 PROMPT = [1000 + i * 7919 % 90000 for i in range(64)]
 V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
@@ -50,6 +62,30 @@ def drop(path: Path) -> None:
     file = os.open(path, os.O_RDONLY)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(file)
+    with contextlib.suppress(OSError):
+        Path("/proc/sys/vm/drop_caches").write_text("3", encoding="ascii")
+
+
+def free_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
+
+
+def hold(left: int, held: Any) -> None:
+    """Takes RAM until `left` bytes are free, and keeps it. A machine's RAM may grow meanwhile."""
+    Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")  # if RAM runs out, this is what ends
+    kept, step = [], 256 << 20
+    waits = 0
+    while waits < 10:
+        if free_bytes() < left + step:
+            waits += 1
+            time.sleep(0.2)
+            continue
+        waits = 0
+        kept.append(mmap.mmap(-1, step))
+        kept[-1].write(b"\x01" * step)
+    held.set()
+    time.sleep(1e6)
 
 
 def measure(name: str, tokens: Callable[[list[int]], Iterator[object]], count: int) -> None:
@@ -67,18 +103,25 @@ def measure(name: str, tokens: Callable[[list[int]], Iterator[object]], count: i
               f" {read / seconds / 1e6:6,.0f} MB/s", flush=True)
 
 
-def sharpi(path: Path, limit: int, threads: int, count: int) -> None:
-    limit_this_process(limit)
+def sharpi(path: Path, limit: int | None, threads: int, count: int, options: dict[str, Any]) -> None:
+    if limit:
+        limit_this_process(limit)
     from sharpi import Model
 
-    with Model.load(path, device="cpu", threads=threads, context=2048, batch=256) as model:
+    with Model.load(path, threads=threads, context=2048, **options) as model:
         plan = model.plan
-        print(f"{plan.expert_slots / 2**20:,.0f} MiB of slots for {plan.disk_bytes / 2**30:.2f} GiB of experts")
+        said = (f"{plan.ram_slots / 2**30:,.2f} GiB of slots in RAM, {plan.expert_slots / 2**30:,.2f} GiB in VRAM"
+                if plan.device == "cuda" else
+                f"{plan.expert_slots / 2**30:,.2f} GiB of slots for {plan.disk_bytes / 2**30:.2f} GiB of experts")
+        predicted = plan.decode.tokens_per_second if plan.decode else 0
+        print(f"{said}; decode predicted: {predicted:.2f} tokens/s", flush=True)
         measure("Sharpi", lambda prompt: iter(model.generate(prompt, max_tokens=count + 1, temperature=0)), count)
+        print(model.stats()["experts"]["disk"], flush=True)
 
 
-def llama_cpp(path: Path, limit: int, threads: int, count: int) -> None:
-    limit_this_process(limit)
+def llama_cpp(path: Path, limit: int | None, threads: int, count: int, _options: dict[str, Any]) -> None:
+    if limit:
+        limit_this_process(limit)
     import llama_cpp as package
 
     usual = package.llama_cpp.llama_model_default_params
@@ -102,28 +145,61 @@ def llama_cpp(path: Path, limit: int, threads: int, count: int) -> None:
     measure("llama.cpp", tokens, count)
 
 
+def llama_bench(words: str, path: Path, threads: int, count: int) -> None:
+    """The program's speeds, and what it read from the disk in all."""
+    command = [*shlex.split(words), "-m", str(path), "-t", str(threads), "-p", "64", "-n", str(count), "-r", "1",
+               "-o", "json"]
+    begin, read = time.perf_counter(), 0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as program:
+        while program.poll() is None:
+            with contextlib.suppress(OSError, StopIteration):
+                lines = Path(f"/proc/{program.pid}/io").read_text(encoding="ascii").splitlines()
+                read = int(next(line.split()[1] for line in lines if line.startswith("read_bytes")))
+            time.sleep(0.1)
+        told = json.loads(program.communicate()[0] or "[]")
+    for run in told:
+        print(f"llama.cpp  {run['n_prompt']} + {run['n_gen']} tokens: {run['avg_ts']:7.3f} tokens/s", flush=True)
+    print(f"llama.cpp  read {read / 1e6:,.0f} MB in {time.perf_counter() - begin:.1f} s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--limit", required=True, type=bytes_of, help="memory that each engine may use: 2GiB")
+    parser.add_argument("--limit", type=bytes_of, help="memory that each engine may use: 2GiB")
+    parser.add_argument("--left", type=bytes_of, help="RAM that is left free for them: 30GiB")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--vram", help="that Sharpi may use: 12GiB")
+    parser.add_argument("--llama-bench", help="llama.cpp's program, with its options for placement")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--tokens", type=int, default=24)
     given = parser.parse_args()
+    if not given.limit and not given.left:
+        parser.error("say how much RAM there is to be: --limit or --left")
     from sharpi.machine.disk import disk_bytes_per_second
 
-    rate = disk_bytes_per_second(given.model)
-    print(f"disk: {'unknown' if rate is None else f'{rate / 1e6:,.0f} MB/s'}", flush=True)
+    for readers in (1, 16, 32):
+        rate = disk_bytes_per_second(given.model, readers)
+        print(f"disk, {readers} at a time: {'unknown' if rate is None else f'{rate / 1e6:,.0f} MB/s'}", flush=True)
+    context = multiprocessing.get_context("spawn")
+    if given.left:
+        held = context.Event()
+        context.Process(target=hold, args=(given.left, held), daemon=True).start()
+        held.wait()
+        print(f"{free_bytes() / 2**30:.1f} GiB of RAM are free", flush=True)
+    options = {"device": given.device, **({"batch": 256} if given.device == "cpu" else {"vram": given.vram})}
     engines = [sharpi, llama_cpp] if importlib.util.find_spec("llama_cpp") else [sharpi]
     for engine in engines:
         drop(given.model)
         # llama.cpp takes seconds for a token.
         count = given.tokens if engine is sharpi else max(2, given.tokens // 6)
-        child = multiprocessing.get_context("spawn").Process(target=engine,
-                                                             args=(given.model, given.limit, given.threads, count))
+        child = context.Process(target=engine, args=(given.model, given.limit, given.threads, count, options))
         child.start()
         child.join()
         if child.pid and group_of(child.pid).is_dir():
             group_of(child.pid).rmdir()
+    if given.llama_bench:
+        drop(given.model)
+        llama_bench(given.llama_bench, given.model, given.threads, max(2, given.tokens // 6))
 
 
 if __name__ == "__main__":

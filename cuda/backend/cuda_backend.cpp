@@ -49,7 +49,8 @@ void CudaBackend::readFrom(const std::vector<MappedFile>& files, size_t expertRa
 
 void CudaBackend::startExperts(const ExpertUse& use) {
     if (_level) _level->take(_cache->slots(), _levelBytes);
-    _cache->start(use, *_transfers, _level.get());
+    // Without slots in RAM, the CPU reads experts where the file is mapped.
+    _cache->start(use, *_transfers, _level && _level->capacity() > 0 ? _level.get() : nullptr);
 }
 
 BusUse CudaBackend::bus() const {

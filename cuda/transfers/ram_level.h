@@ -21,6 +21,7 @@ public:
     // Takes slots of up to `bytes` for the experts of these layers. Throws Error(OutOfMemory).
     void take(const ExpertSlotManager& layers, size_t bytes);
     size_t bytes() const { return _slots.bytes(); }
+    int64_t capacity() const { return _slots.capacity(); }  // experts
 
     // Where kernels read bytes of a slot; null for other memory, and if the system did not lock the slots' pages.
     const uint8_t* reachable(const uint8_t* host, size_t bytes) const;

@@ -18,9 +18,9 @@ _READERS, _BLOCK = 16, 1 << 20
 _SECONDS = 0.6
 
 
-def disk_bytes_per_second(path: Path) -> float | None:
-    """Random blocks of the file, past the page cache, many at a time. `None` if the file cannot be read like that. A
-    virtual machine's disk may be served from its host's memory; nobody here can tell."""
+def disk_bytes_per_second(path: Path, readers: int = _READERS) -> float | None:
+    """Random blocks of the file, past the page cache, `readers` at a time. `None` if the file cannot be read like that.
+    A virtual machine's disk may be served from its host's memory; nobody here can tell."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except (OSError, AttributeError):  # no such file, or a system or file system that cannot
@@ -29,13 +29,13 @@ def disk_bytes_per_second(path: Path) -> float | None:
         status = os.fstat(file)
         # A file with holes is the header of one that is not here yet.
         whole = status.st_blocks * 512 >= status.st_size * 0.9
-        return _rate(file, status.st_size // _BLOCK) if whole and status.st_size >= _BLOCK else None
+        return _rate(file, status.st_size // _BLOCK, readers) if whole and status.st_size >= _BLOCK else None
     finally:
         os.close(file)
 
 
-def _rate(file: int, blocks: int) -> float | None:
-    counts, failed = [0] * _READERS, threading.Event()
+def _rate(file: int, blocks: int, readers: int) -> float | None:
+    counts, failed = [0] * readers, threading.Event()
     begin = time.perf_counter()
 
     def read(reader: int) -> None:
@@ -47,7 +47,7 @@ def _rate(file: int, blocks: int) -> float | None:
                 except OSError:
                     failed.set()
 
-    threads = [threading.Thread(target=read, args=(reader,), daemon=True) for reader in range(_READERS)]
+    threads = [threading.Thread(target=read, args=(reader,), daemon=True) for reader in range(readers)]
     for thread in threads:
         thread.start()
     for thread in threads:
