@@ -65,8 +65,10 @@ void CpuBackend::unload() {
     _transfers.reset();
 }
 
-ExpertCounts CpuBackend::expertCounts() {
-    ExpertCounts counts = _operations.expertWork().profiler().counts();
+ExpertCounts CpuBackend::expertCounts(bool forget) {
+    ExpertAccessProfiler& profiler = _operations.expertWork().profiler();
+    ExpertCounts counts = profiler.counts();
+    if (forget) profiler.clear();
     if (_slots->capacity() == 0) return counts;
     counts.capacity = _slots->capacity();
     counts.resident = _slots->resident();

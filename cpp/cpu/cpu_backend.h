@@ -24,8 +24,7 @@ public:
     void whenUploaded(std::function<void(double seconds)> told) override;
     void readFrom(const std::vector<MappedFile>& files, size_t expertRamBytes) override;
     void unload() override;
-    ExpertCounts expertCounts() override;
-    void forgetExpertCounts() override { _operations.expertWork().profiler().clear(); }
+    ExpertCounts expertCounts(bool forget) override;
     void takeScratch(const StepLimits& limits) override;
 
     int64_t decodeRows() const override { return _work.limits.maxRows; }

@@ -60,7 +60,7 @@ Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOpt
     if (LoadTrace::wanted()) printPlacement();
 }
 
-ExpertCounts Engine::expertCounts() { return _runner->lock().backend().expertCounts(); }
+ExpertCounts Engine::expertCounts() { return _runner->lock().backend().expertCounts(false); }
 
 Placement Engine::placement() const {
     return _options.device.kind->keepsWeights() ? placementOf(_spec, _files->tensors(), _options.homes)
@@ -99,7 +99,7 @@ void Engine::printPlacement() const {
                  static_cast<double>(p.vram) / mib, static_cast<double>(p.direct) / mib,
                  static_cast<double>(p.cpu) / mib);
     if (!p.slots) return;
-    const ExpertCounts counts = _backend->expertCounts();
+    const ExpertCounts counts = _backend->expertCounts(false);
     std::fprintf(stderr, "weights: %.2f MiB of experts in slots: %lld of them are kept in %.2f MiB of VRAM\n",
                  static_cast<double>(p.slots) / mib, static_cast<long long>(counts.resident),
                  static_cast<double>(counts.slotBytes) / mib);
@@ -157,7 +157,7 @@ void Engine::load() {
     // Where weights are still to come, the first prompt need not wait for a pass of its own.
     if (_options.device.kind->keepsWeights() && !_backend->bus().streams) {
         rehearse(*_runner, _spec, _options);
-        _backend->forgetExpertCounts();  // nobody has asked anything yet
+        _backend->expertCounts(true);  // nobody has asked anything yet
     }
     _trace.note("graphs");
 }

@@ -91,9 +91,8 @@ public:
     virtual void readFrom(const std::vector<MappedFile>&, size_t /*expertRamBytes*/) {}
     // Gives everything back that was placed or taken. Only allocator() may be asked afterwards.
     virtual void unload() = 0;
-    // How the experts have been used so far.
-    virtual ExpertCounts expertCounts() = 0;
-    virtual void forgetExpertCounts() = 0;
+    // How the experts have been used so far. forget: counts begin at 0 again.
+    virtual ExpertCounts expertCounts(bool forget) = 0;
     // How the threads that ran passes have spent their time. Any thread may ask.
     HostTimes hostTimes() const { return _clock.times(); }
     // Takes all scratch. To be called once, after weights and KV cache are placed. Throws Error(OutOfMemory).

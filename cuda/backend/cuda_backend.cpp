@@ -44,7 +44,6 @@ void CudaBackend::readFrom(const std::vector<MappedFile>& files, size_t expertRa
     _level = std::make_unique<RamLevel>(_stream.device(), files);
     _levelBytes = expertRamBytes;
     _transfers->readDiskBy(_level->reader());
-    _weights->setExpertsOnDisk();
 }
 
 void CudaBackend::startExperts(const ExpertUse& use) {
@@ -122,17 +121,14 @@ void CudaBackend::takeScratch(const StepLimits& limits) {
     if (layout.stateReaderBytes) _stream.zero(_pass.at<uint8_t>(layout.stateReaders), layout.stateReaderBytes);
 }
 
-ExpertCounts CudaBackend::expertCounts() {
+ExpertCounts CudaBackend::expertCounts(bool forget) {
     if (::getpid() == _process) {  // a forked process has no device
         _stream.use();
         _cache->collectUses();
     }
-    return _cache->counts();
-}
-
-void CudaBackend::forgetExpertCounts() {
-    expertCounts();
-    _cache->profiler().clear();
+    const ExpertCounts counts = _cache->counts();
+    if (forget) _cache->profiler().clear();
+    return counts;
 }
 
 void CudaBackend::begin(const Batch& batch, const KvCache& kv) {

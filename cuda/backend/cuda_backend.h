@@ -33,8 +33,7 @@ public:
     void whenUploaded(std::function<void(double seconds)> told) override { _weights->onUploaded(std::move(told)); }
     void readFrom(const std::vector<MappedFile>& files, size_t expertRamBytes) override;
     void unload() override;
-    ExpertCounts expertCounts() override;
-    void forgetExpertCounts() override;
+    ExpertCounts expertCounts(bool forget) override;
     void takeScratch(const StepLimits& limits) override;
     void startExperts(const ExpertUse& use) override;
 

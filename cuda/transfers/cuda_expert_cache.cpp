@@ -67,38 +67,28 @@ void CudaExpertCache::start(const ExpertUse& use, const CudaTransfers& transfers
 void CudaExpertCache::fill(const Experts& wanted) {
     // What the most wanted expert counts for at first. It is not more: others may turn out to be used more.
     constexpr float kMostWanted = 4;
-    const Experts order = fillingOrder(wanted);
-    if (_level) {
-        for (size_t i = 0; i < order.size() && _slots.resident() < _slots.capacity();) {
-            const size_t count = _level->readAhead(_slots, order, i);
-            load({order.begin() + static_cast<std::ptrdiff_t>(i),
-                  order.begin() + static_cast<std::ptrdiff_t>(i + count)});
-            i += count;
+    const auto load = [this](Experts order) {
+        _prefetcher->fill(std::move(order));
+        while (_prefetcher->filling()) {
+            _slots.beginPass();
+            _prefetcher->pump(0);
         }
-    } else {
-        load(order);
+        if (_loads) _loads->settle();
+        _slots.beginPass();
+    };
+    Experts order = fillingOrder(wanted);
+    for (size_t first = 0; _level && first < order.size() && _slots.resident() < _slots.capacity();) {
+        const size_t count = _level->readAhead(_slots, order, first);
+        const auto begin = order.begin() + static_cast<std::ptrdiff_t>(first);
+        load({begin, begin + static_cast<std::ptrdiff_t>(count)});
+        first += count;
     }
+    if (!_level) load(std::move(order));
     // The most wanted expert comes last, so it is the last to be evicted.
     for (size_t i = wanted.size(); i-- > 0;) {
         const float falling = 1 - static_cast<float>(i) / static_cast<float>(wanted.size());
         _slots.addUses(wanted[i].first, wanted[i].second, kMostWanted * falling);
     }
-}
-
-void CudaExpertCache::load(const Experts& order) {
-    _prefetcher->fill(order);
-    while (_prefetcher->filling()) {
-        _slots.beginPass();
-        _prefetcher->pump(0);
-    }
-    if (_loads) _loads->settle();
-    _slots.beginPass();
-}
-
-// RAM is to hold what VRAM does not.
-void CudaExpertCache::countUse(int32_t layer, int32_t expert, float rows) {
-    _slots.addUses(layer, expert, rows);
-    if (_level && _slots.tryGet(layer, expert) < 0) _level->experts().addUses(layer, expert, rows);
 }
 
 // The slots' policy hears of a batch with prompt rows here: a prompt counts for as much as some of the tokens that will
@@ -117,7 +107,11 @@ void CudaExpertCache::collectUses() {
     for (int32_t e = 0; weight > 0 && e < _slots.experts(); ++e) {
         for (int32_t layer = 0; layer < _slots.layers(); ++layer) {
             const uint32_t times = uses[static_cast<size_t>(layer) * stride + static_cast<size_t>(e)];
-            if (times) countUse(layer, e, static_cast<float>(times * weight));
+            if (!times) continue;
+            _slots.addUses(layer, e, static_cast<float>(times * weight));
+            // RAM is to hold what VRAM does not.
+            if (_level && _slots.tryGet(layer, e) < 0)
+                _level->experts().addUses(layer, e, static_cast<float>(times * weight));
         }
     }
 }

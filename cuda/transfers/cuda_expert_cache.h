@@ -72,8 +72,6 @@ private:
     Experts wanted(const Experts& warm) const;
     Experts fillingOrder(const Experts& wanted) const;
     void fill(const Experts& wanted);
-    void load(const Experts& order);
-    void countUse(int32_t layer, int32_t expert, float rows);
     void listMissing(WeightStream& stream, const DevicePlacer& placer);
     void uploadTables(bool step);
 

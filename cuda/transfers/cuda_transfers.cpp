@@ -42,8 +42,8 @@ void CudaTransfers::synchronize() {
 }
 
 void CudaTransfers::prepare(const HostRanges& ranges, void* staging, size_t stageBytes) {
-    _files.pin(ranges);
-    if (_reader) _disk.emplace(*_reader, ranges.onDisk);
+    _files.pin({ranges.always, ranges.once, _reader ? std::vector<HostRange>() : ranges.optional});
+    if (_reader) _disk.emplace(*_reader, ranges.optional);
     _staging = static_cast<uint8_t*>(staging);
     _stageBytes = stageBytes;
 }

@@ -29,7 +29,8 @@ public:
     // Waits for the device, then unpins everything.
     ~CudaTransfers() override;
 
-    // What prepare() is told to be on the disk is read by this reader. Without it, as all pages that are not pinned.
+    // Before prepare(), if the model is larger than RAM: `optional` ranges are not pinned, but read by this reader as
+    // far as no copy of them is in RAM.
     void readDiskBy(FileReader& reader) { _reader = &reader; }
     void prepare(const HostRanges& ranges, void* staging, size_t stageBytes) override;
     void finishOnce() override;

@@ -18,8 +18,6 @@ struct HostRanges {
     std::vector<HostRange> once;    // until all resident weights have arrived
     // In full passes (weight_group.h), and by kernels where they can reach them. May be larger than memory.
     std::vector<HostRange> optional;
-    // In full passes, of a model that is larger than memory: read from the disk each time, as far as no copy is in RAM.
-    std::vector<HostRange> onDisk;
 };
 
 }  // namespace sharpi

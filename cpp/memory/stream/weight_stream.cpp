@@ -37,9 +37,8 @@ void WeightStream::take() {
     int64_t pieces = 0;
     for (const WeightGroup& group : _groups) {
         const bool resident = group.kind() == WeightGroup::Kind::Resident;
-        std::vector<HostRange>& ofStacks = _expertsOnDisk ? ranges.onDisk : ranges.optional;
         std::vector<HostRange>& readAs = resident                                   ? ranges.once
-                                         : group.kind() == WeightGroup::Kind::Stack ? ofStacks
+                                         : group.kind() == WeightGroup::Kind::Stack ? ranges.optional
                                                                                     : ranges.always;
         for (const Matrix& file : group.file()) {
             if (file.data) readAs.push_back({file.data, fileBytes(file)});

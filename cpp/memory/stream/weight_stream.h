@@ -51,8 +51,6 @@ public:
     void startPrediction() { _predictionBegin = static_cast<int32_t>(_groups.size()); }
     // What is added from here on is used by the output head alone.
     void startHead() { _headBegin = static_cast<int32_t>(_groups.size()); }
-    // Experts that full passes fetch are on the disk: nothing of them is pinned. Before take().
-    void setExpertsOnDisk() { _expertsOnDisk = true; }
     // Takes the ring and the stages, and prepares the files. Once, after the last add. Throws Error(OutOfMemory).
     void take();
     // If nothing is streamed, fetches everything and gives the stages back. Otherwise the first pass fetches resident
@@ -129,7 +127,7 @@ private:
     std::vector<WeightGroup> _groups;
     std::vector<Matrix> _tables;
     int32_t _predictionBegin = -1, _headBegin = -1;  // take() sets those that were not started to the next one's
-    bool _streams = false, _sharesRows = false, _taken = false, _finished = false, _expertsOnDisk = false;
+    bool _streams = false, _sharesRows = false, _taken = false, _finished = false;
     std::function<void(double)> _onUploaded;
     std::optional<std::chrono::steady_clock::time_point> _uploadsBegan;
     Buffer _staging;

@@ -298,7 +298,7 @@ protected:
 
     DeviceArray<uint8_t> staging() const { return DeviceArray<uint8_t>(kTransferStages * _stageBytes); }
     void prepare(CudaTransfers& transfers, const DeviceArray<uint8_t>& staging) {
-        transfers.prepare({streamedRanges(), rangesOf(_resident), {}, {}}, staging.get(), _stageBytes);
+        transfers.prepare({streamedRanges(), rangesOf(_resident), {}}, staging.get(), _stageBytes);
     }
 
     std::vector<Group> _streamed;
@@ -416,7 +416,7 @@ TEST_F(CudaTransfersTest, PiecesComeFromPagesThatAreNotPinned) {
     for (const size_t room : {16 * _file->bytes(), bytes, size_t{0}}) {
         SCOPED_TRACE(room);
         CudaTransfers transfers(stream(), [=] { return MemoryRoom{room, room}; });
-        transfers.prepare({{}, rangesOf(_resident), streamed, {}}, stages.get(), _stageBytes);
+        transfers.prepare({{}, rangesOf(_resident), streamed}, stages.get(), _stageBytes);
         const auto read = std::count_if(streamed.begin(), streamed.end(),
                                         [&](const HostRange& r) { return transfers.reachable(r.begin, r.bytes); });
         const auto most = static_cast<int64_t>(streamed.size());
@@ -453,7 +453,7 @@ TEST_F(CudaTransfersTest, TooMuchToPinIsOneError) {
         if (!pinned) off.emplace();
         CudaTransfers transfers(stream());
         try {
-            transfers.prepare({always, rangesOf(_resident), {}, {}}, nullptr, 0);
+            transfers.prepare({always, rangesOf(_resident), {}}, nullptr, 0);
             FAIL() << "8 TiB were pinned";
         } catch (const Error& error) {
             EXPECT_EQ(error.kind(), ErrorKind::OutOfMemory);
