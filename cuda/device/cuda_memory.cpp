@@ -11,6 +11,7 @@
 
 #include "core/error.h"
 #include "device/launch.cuh"
+#include "device/pinned_memory.h"
 
 namespace sharpi::cuda {
 
@@ -170,15 +171,7 @@ void CudaMemory::decommit(void* address, size_t bytes) noexcept {
     _driver->memUnmap(devicePointer(address), bytes);
 }
 
-HostPages CudaMemory::hostPages() const {
-    return {[](size_t bytes) noexcept {
-                void* memory = nullptr;
-                if (cudaHostAlloc(&memory, bytes, cudaHostAllocDefault) == cudaSuccess) return memory;
-                cudaGetLastError();  // so that no later call reports it
-                return static_cast<void*>(nullptr);
-            },
-            [](void* memory, size_t) noexcept { cudaFreeHost(memory); }};
-}
+HostPages CudaMemory::hostPages() const { return pinnedPages(); }
 
 void CudaMemory::upload(void* to, const void* host, size_t bytes) {
     _stream.use();

@@ -23,16 +23,48 @@ void populate(const AddressRange& pages) {
     });
 }
 
+constexpr size_t kHugePage = size_t{2} << 20;
+
+// Addresses of `bytes` bytes, whole pages, at a multiple of a huge page, so that every one can be used. reserved: of
+// kHugePage more.
+uint8_t* trimmed(uint8_t* reserved, size_t bytes) {
+    const size_t before = (kHugePage - reinterpret_cast<uintptr_t>(reserved) % kHugePage) % kHugePage;
+    if (before) ::munmap(reserved, before);
+    if (before < kHugePage) ::munmap(reserved + before + bytes, kHugePage - before);
+    return reserved + before;
+}
+
+size_t wholePages(size_t bytes) {
+    const auto page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+    return (bytes + page - 1) / page * page;
+}
+
+void* takePages(size_t bytes) noexcept {
+    const size_t whole = wholePages(bytes);
+    void* const reserved =
+        ::mmap(nullptr, whole + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (reserved == MAP_FAILED) return nullptr;
+    uint8_t* const address = trimmed(static_cast<uint8_t*>(reserved), whole);
+    ::madvise(address, whole, MADV_HUGEPAGE);
+    if (cudaHostRegister(address, whole, cudaHostRegisterDefault) == cudaSuccess) return address;
+    cudaGetLastError();  // so that no later call reports it
+    ::munmap(address, whole);
+    return nullptr;
+}
+
+void givePages(void* memory, size_t bytes) noexcept {
+    if (cudaHostUnregister(memory) != cudaSuccess) cudaGetLastError();  // the device has failed
+    ::munmap(memory, wholePages(bytes));
+}
+
 }  // namespace
 
-// At a multiple of a huge page, so that every one can be used.
+HostPages pinnedPages() { return {takePages, givePages}; }
+
+size_t PinnedMemory::granularity() const { return kHugePage; }
+
 void* PinnedMemory::reserve(size_t bytes) {
-    const size_t page = granularity(), all = bytes + page;
-    auto* const address = static_cast<uint8_t*>(HostMemory::reserve(all));
-    const size_t before = (page - reinterpret_cast<uintptr_t>(address) % page) % page;
-    if (before) ::munmap(address, before);
-    ::munmap(address + before + bytes, all - before - bytes);
-    return address + before;
+    return trimmed(static_cast<uint8_t*>(HostMemory::reserve(bytes + kHugePage)), bytes);
 }
 
 bool PinnedMemory::commit(void* address, size_t bytes) {

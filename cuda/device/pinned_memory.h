@@ -13,7 +13,7 @@ class PinnedMemory : public HostMemory {
 public:
     explicit PinnedMemory(const DeviceInfo& device) : _device(device) {}
 
-    size_t granularity() const override { return size_t{2} << 20; }  // a huge page
+    size_t granularity() const override;  // a huge page
     void* reserve(size_t bytes) override;
     // Takes all pages at once. Returns false if RAM has no room for them. If the system does not lock them, they are
     // taken all the same, and refusal() says why.
@@ -27,5 +27,8 @@ private:
     DeviceInfo _device;
     std::string _refusal;
 };
+
+// The same for single buffers, of the calling thread's device: the driver's own allocation takes several times as long.
+HostPages pinnedPages();
 
 }  // namespace sharpi::cuda

@@ -1,0 +1,75 @@
+// RAM that is page-locked as it is taken: the device reads it, and it is ordinary memory again, or gone, afterwards.
+#include "device/pinned_memory.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+#include <vector>
+
+#include "gpu_test.h"
+#include "memory/allocator.h"
+
+namespace sharpi::cuda {
+namespace {
+
+class PinnedMemoryTest : public GpuTest {
+protected:
+    static bool isPinned(void* host) {
+        void* device = nullptr;
+        const bool pinned = cudaHostGetDevicePointer(&device, host, 0) == cudaSuccess;
+        cudaGetLastError();
+        return pinned;
+    }
+    // Whether the device gets what is written there.
+    void expectRead(uint8_t* host, size_t bytes) {
+        for (size_t i = 0; i < bytes; i += 997) host[i] = static_cast<uint8_t>(random()());
+        void* device = nullptr;
+        require(cudaMalloc(&device, bytes));
+        require(cudaMemcpy(device, host, bytes, cudaMemcpyHostToDevice));
+        std::vector<uint8_t> back(bytes);
+        require(cudaMemcpy(back.data(), device, bytes, cudaMemcpyDeviceToHost));
+        require(cudaFree(device));
+        EXPECT_EQ(std::memcmp(back.data(), host, bytes), 0);
+    }
+};
+
+TEST_F(PinnedMemoryTest, OfAnAllocatorIsPinnedWhileItIsHeld) {
+    PinnedMemory memory(stream().device());
+    Allocator allocator(memory);
+    void* first = nullptr;
+    {
+        const Buffer a(allocator, (size_t{5} << 20) + 300, "a"), b(allocator, size_t{100} << 10, "b");
+        first = a.as<void>();
+        for (const Buffer* buffer : {&a, &b}) {
+            EXPECT_TRUE(isPinned(buffer->as<void>()));
+            expectRead(buffer->as<uint8_t>(), buffer->bytes());
+        }
+        EXPECT_TRUE(memory.refusal().empty());
+    }
+    EXPECT_FALSE(isPinned(first));
+}
+
+TEST_F(PinnedMemoryTest, MoreThanThereIsIsRefused) {
+    PinnedMemory memory(stream().device());
+    Allocator allocator(memory);
+    EXPECT_THROW(Buffer(allocator, memory.freeBytes() + (size_t{1} << 30), "too much"), Error);
+    const Buffer afterwards(allocator, 1000, "a little");
+    EXPECT_TRUE(isPinned(afterwards.as<void>()));
+}
+
+TEST_F(PinnedMemoryTest, SingleBuffersOfAnySize) {
+    const HostPages pages = pinnedPages();
+    for (const size_t bytes : {size_t{1}, size_t{4096}, size_t{4097}, size_t{2} << 20, (size_t{9} << 20) + 12345}) {
+        auto* const memory = static_cast<uint8_t*>(pages.take(bytes));
+        ASSERT_NE(memory, nullptr) << bytes;
+        EXPECT_EQ(reinterpret_cast<uintptr_t>(memory) % (size_t{2} << 20), 0u) << "a huge page's beginning";
+        EXPECT_TRUE(isPinned(memory));
+        expectRead(memory, bytes);
+        pages.give(memory, bytes);
+        EXPECT_FALSE(isPinned(memory));
+    }
+    EXPECT_EQ(pages.take(SIZE_MAX / 4), nullptr);
+}
+
+}  // namespace
+}  // namespace sharpi::cuda
