@@ -61,29 +61,43 @@ void givePages(void* memory, size_t bytes) noexcept {
 
 HostPages pinnedPages() { return {takePages, givePages}; }
 
-size_t PinnedMemory::granularity() const { return kHugePage; }
+size_t HugePages::granularity() const { return kHugePage; }
 
-void* PinnedMemory::reserve(size_t bytes) {
+void* HugePages::reserve(size_t bytes) {
     return trimmed(static_cast<uint8_t*>(HostMemory::reserve(bytes + kHugePage)), bytes);
 }
 
-bool PinnedMemory::commit(void* address, size_t bytes) {
+bool HugePages::commit(void* address, size_t bytes) {
     if (bytes > freeBytes() || !HostMemory::commit(address, bytes)) return false;
-    check(cudaSetDevice(_device.index), "choosing the device");
     ::madvise(address, bytes, MADV_HUGEPAGE);
     const auto begin = reinterpret_cast<uintptr_t>(address);
     populate({begin, begin + bytes});
-    const cudaError_t status = cudaHostRegister(address, bytes, cudaHostRegisterMapped);
-    if (status == cudaSuccess) return true;
-    cudaGetLastError();
-    _refusal = cudaGetErrorString(status);
     return true;
 }
 
-void PinnedMemory::decommit(void* address, size_t bytes) noexcept {
+PinnedRange::PinnedRange(const DeviceInfo& device, uint8_t* begin, size_t bytes)
+    : _device(device), _begin(begin), _bytes(bytes) {
+    check(cudaSetDevice(_device.index), "choosing the device");
+    const cudaError_t status = cudaHostRegister(_begin, wholePages(_bytes), cudaHostRegisterMapped);
+    if (status != cudaSuccess) {
+        cudaGetLastError();
+        _refusal = cudaGetErrorString(status);
+        return;
+    }
+    void* onDevice = nullptr;
+    check(cudaHostGetDevicePointer(&onDevice, _begin, 0), "asking for the device's address of pinned memory");
+    _onDevice = static_cast<const uint8_t*>(onDevice);
+}
+
+PinnedRange::~PinnedRange() {
+    if (!_onDevice) return;
     cudaSetDevice(_device.index);
-    if (cudaHostUnregister(address) != cudaSuccess) cudaGetLastError();  // it was not locked, or the device has failed
-    HostMemory::decommit(address, bytes);
+    if (cudaHostUnregister(_begin) != cudaSuccess) cudaGetLastError();  // the device has failed
+}
+
+const uint8_t* PinnedRange::reachable(const uint8_t* host, size_t bytes) const {
+    if (!_onDevice || host < _begin || host + bytes > _begin + _bytes) return nullptr;
+    return _onDevice + (host - _begin);
 }
 
 }  // namespace sharpi::cuda

@@ -1,5 +1,6 @@
-// RAM that is page-locked as it is taken, so that the copy engine and kernels read it at the full speed of PCIe. In
-// huge pages, where the system has them: the system looks at every page that it locks. No CUDA header.
+// RAM for copies to and from a device: page-locked, so that the copy engine and kernels read it at the full speed of
+// PCIe, and in huge pages, where the system has them, because the system looks at every page that it locks. No CUDA
+// header.
 #pragma once
 
 #include <string>
@@ -9,26 +10,39 @@
 
 namespace sharpi::cuda {
 
-class PinnedMemory : public HostMemory {
+// Memory in huge pages, all of which are taken at once. It is not page-locked yet.
+class HugePages : public HostMemory {
 public:
-    explicit PinnedMemory(const DeviceInfo& device) : _device(device) {}
-
     size_t granularity() const override;  // a huge page
     void* reserve(size_t bytes) override;
-    // Takes all pages at once. Returns false if RAM has no room for them. If the system does not lock them, they are
-    // taken all the same, and refusal() says why.
+    // Returns false if RAM has no room for the pages.
     bool commit(void* address, size_t bytes) override;
-    void decommit(void* address, size_t bytes) noexcept override;
+};
 
-    // Why some of the memory is not page-locked; empty if all of it is. The device's kernels cannot read it then.
+// Locks the pages of [begin, begin + bytes) for as long as it lives. No copy may cross the border of what is locked as
+// one, so memory that copies reach as a whole is to be locked as a whole.
+class PinnedRange {
+public:
+    PinnedRange(const DeviceInfo& device, uint8_t* begin, size_t bytes);
+    ~PinnedRange();
+    PinnedRange(const PinnedRange&) = delete;
+    PinnedRange& operator=(const PinnedRange&) = delete;
+
+    // Where kernels read bytes of the range; null for other memory, and if the system refused to lock it.
+    const uint8_t* reachable(const uint8_t* host, size_t bytes) const;
+    // Why it refused; empty if it did not.
     const std::string& refusal() const { return _refusal; }
 
 private:
     DeviceInfo _device;
+    uint8_t* _begin;
+    size_t _bytes;
+    const uint8_t* _onDevice = nullptr;  // the device's address of the first byte
     std::string _refusal;
 };
 
-// The same for single buffers, of the calling thread's device: the driver's own allocation takes several times as long.
+// Page-locked memory in huge pages for single buffers, of the calling thread's device: the driver's own allocation
+// takes several times as long.
 HostPages pinnedPages();
 
 }  // namespace sharpi::cuda

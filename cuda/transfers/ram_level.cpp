@@ -1,16 +1,10 @@
 // See ram_level.h.
 #include "transfers/ram_level.h"
 
-#include <cuda_runtime_api.h>
-
-#include <algorithm>
-
-#include "device/launch.cuh"
-
 namespace sharpi {
 
 RamLevel::RamLevel(const cuda::DeviceInfo& device, const std::vector<MappedFile>& files)
-    : _memory(device),
+    : _device(device),
       _allocator(_memory),
       _slots(_allocator, ramSlotLayout()),
       _reader(files),
@@ -19,21 +13,13 @@ RamLevel::RamLevel(const cuda::DeviceInfo& device, const std::vector<MappedFile>
 void RamLevel::take(const ExpertSlotManager& layers, size_t bytes) {
     for (int32_t layer = 0; layer < layers.layers(); ++layer) _slots.addLayer(layers.file(layer));
     _slots.take(bytes, nullptr);
-    if (_slots.layers() == 0 || _slots.bytes() == 0) return;
+    if (_slots.bytes() == 0) return;
+    const uint8_t* begin = nullptr;
     for (int32_t layer = 0; layer < _slots.layers(); ++layer) {
         const uint8_t* const first = _slots.slots(layer).gate.first.data;
-        if (!_begin || first < _begin) _begin = first;
+        if (!begin || first < begin) begin = first;
     }
-    if (!_memory.refusal().empty()) return;
-    void* device = nullptr;
-    cuda::check(cudaHostGetDevicePointer(&device, const_cast<uint8_t*>(_begin), 0),
-                "asking for the device's address of pinned memory");
-    _device = static_cast<const uint8_t*>(device);
-}
-
-const uint8_t* RamLevel::reachable(const uint8_t* host, size_t bytes) const {
-    if (!_device || host < _begin || host + bytes > _begin + _slots.bytes()) return nullptr;
-    return _device + (host - _begin);
+    _pinned.emplace(_device, const_cast<uint8_t*>(begin), _slots.bytes());
 }
 
 size_t RamLevel::readAhead(const ExpertSlotManager& layers, const std::vector<std::pair<int32_t, int32_t>>& order,
@@ -62,8 +48,8 @@ void RamLevel::addTo(ExpertCounts& counts) const {
 }
 
 std::vector<std::string> RamLevel::notes() const {
-    if (_memory.refusal().empty()) return {};
-    return {"the system did not lock the experts' slots in RAM (" + _memory.refusal() +
+    if (!_pinned || _pinned->refusal().empty()) return {};
+    return {"the system did not lock the experts' slots in RAM (" + _pinned->refusal() +
             "): the CPU computes with them, and prompts copy them more slowly"};
 }
 

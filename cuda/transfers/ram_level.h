@@ -2,6 +2,8 @@
 // experts which VRAM's slots miss most, and the threads that read the others from the disk.
 #pragma once
 
+#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -24,7 +26,9 @@ public:
     int64_t capacity() const { return _slots.capacity(); }  // experts
 
     // Where kernels read bytes of a slot; null for other memory, and if the system did not lock the slots' pages.
-    const uint8_t* reachable(const uint8_t* host, size_t bytes) const;
+    const uint8_t* reachable(const uint8_t* host, size_t bytes) const {
+        return _pinned ? _pinned->reachable(host, bytes) : nullptr;
+    }
 
     // Before a device's slots are filled: brings some of these experts (a layer's number, an expert), from the
     // `first` on, into the page cache, many at a time. Returns how many.
@@ -36,13 +40,13 @@ public:
     std::vector<std::string> notes() const;
 
 private:
-    cuda::PinnedMemory _memory;
+    cuda::DeviceInfo _device;
+    cuda::HugePages _memory;
     Allocator _allocator;
     ExpertSlotManager _slots;
     FileReader _reader;
     RamExperts _experts;
-    const uint8_t* _begin = nullptr;   // of the slots
-    const uint8_t* _device = nullptr;  // the device's address of that byte
+    std::optional<cuda::PinnedRange> _pinned;  // the slots
 };
 
 }  // namespace sharpi

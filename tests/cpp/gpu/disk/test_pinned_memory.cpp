@@ -33,28 +33,37 @@ protected:
     }
 };
 
-TEST_F(PinnedMemoryTest, OfAnAllocatorIsPinnedWhileItIsHeld) {
-    PinnedMemory memory(stream().device());
+// An allocator takes memory in pieces, across whose borders copies go.
+TEST_F(PinnedMemoryTest, ARangeIsPinnedAsAWholeWhileItIsHeld) {
+    HugePages memory;
     Allocator allocator(memory);
-    void* first = nullptr;
+    const Buffer buffer(allocator, (size_t{5} << 20) + 300, "a buffer");
+    auto* const begin = buffer.as<uint8_t>();
+    EXPECT_FALSE(isPinned(begin));
     {
-        const Buffer a(allocator, (size_t{5} << 20) + 300, "a"), b(allocator, size_t{100} << 10, "b");
-        first = a.as<void>();
-        for (const Buffer* buffer : {&a, &b}) {
-            EXPECT_TRUE(isPinned(buffer->as<void>()));
-            expectRead(buffer->as<uint8_t>(), buffer->bytes());
-        }
-        EXPECT_TRUE(memory.refusal().empty());
+        const PinnedRange range(stream().device(), begin, buffer.bytes());
+        EXPECT_TRUE(range.refusal().empty());
+        EXPECT_TRUE(isPinned(begin));
+        expectRead(begin, buffer.bytes());
+        expectRead(begin + (size_t{4} << 20) - 100, 200);
+        EXPECT_NE(range.reachable(begin, buffer.bytes()), nullptr);
+        EXPECT_EQ(range.reachable(begin + 7, 1) - range.reachable(begin, 1), 7);
+        EXPECT_EQ(range.reachable(begin, buffer.bytes() + 1), nullptr);
+        EXPECT_EQ(range.reachable(begin - 1, 1), nullptr);
+        // What is locked already is not locked again.
+        const PinnedRange again(stream().device(), begin, buffer.bytes());
+        EXPECT_FALSE(again.refusal().empty());
+        EXPECT_EQ(again.reachable(begin, 1), nullptr);
     }
-    EXPECT_FALSE(isPinned(first));
+    EXPECT_FALSE(isPinned(begin));
 }
 
-TEST_F(PinnedMemoryTest, MoreThanThereIsIsRefused) {
-    PinnedMemory memory(stream().device());
+TEST_F(PinnedMemoryTest, MorePagesThanThereAreAreRefused) {
+    HugePages memory;
     Allocator allocator(memory);
     EXPECT_THROW(Buffer(allocator, memory.freeBytes() + (size_t{1} << 30), "too much"), Error);
     const Buffer afterwards(allocator, 1000, "a little");
-    EXPECT_TRUE(isPinned(afterwards.as<void>()));
+    EXPECT_NE(afterwards.as<void>(), nullptr);
 }
 
 TEST_F(PinnedMemoryTest, SingleBuffersOfAnySize) {
