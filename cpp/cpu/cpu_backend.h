@@ -39,7 +39,7 @@ public:
     std::vector<Chosen> sample(const std::vector<Choice>& choices) override;
 
 protected:
-    float* x() const { return _work.at(RowBuffer::Residual); }  // [rows, embedding]
+    float* rows(RowBuffer buffer) const { return _work.at(buffer); }
 
 private:
     void readFromDevice();

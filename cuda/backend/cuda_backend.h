@@ -49,6 +49,9 @@ public:
     std::vector<Score> score(const std::vector<ScoredToken>& tokens) override { return _sampler->score(tokens); }
     std::vector<Chosen> sample(const std::vector<Choice>& choices) override { return _sampler->sample(choices); }
 
+protected:
+    float* rows(RowBuffer buffer) const { return _pass.floats(buffer); }  // on the device
+
 private:
     void settle() noexcept;
 

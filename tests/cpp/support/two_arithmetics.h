@@ -43,7 +43,8 @@ private:
             for (int64_t i = 0; i < _embedding; ++i) {
                 const uint32_t hash =
                     (token * 2654435761u ^ position * 40503u ^ static_cast<uint32_t>(i) * 97u) * 2246822519u;
-                x()[t * _embedding + i] *= 1.0f + 0.05f * static_cast<float>(hash >> 16) / 65536.0f;
+                rows(RowBuffer::Residual)[t * _embedding + i] *=
+                    1.0f + 0.05f * static_cast<float>(hash >> 16) / 65536.0f;
             }
         }
     }

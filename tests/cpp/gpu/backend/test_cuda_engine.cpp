@@ -56,37 +56,43 @@ TEST_F(CudaEngine, EveryCacheTypeHasTheCpusBits) {
 
 // The reference has the same weights as float32 on the CPU. Rounding a factor to bf16 costs 2^-9 of it, so 0.3 % of
 // each product and a few times that after a few layers. The contract's int8 activations cost more. Factors that are
-// split into a high and a low half cost 2^-16. The limit is for the median over rows, because any rounding can choose
-// another of two nearly equal experts, which changes a row a lot.
+// split into a high and a low half cost 2^-16. The reference chooses experts by the router logits of what is compared
+// with it, and these must be as near as all else.
 TEST_F(CudaEngine, PrefillIsNear) {
     for (const tiny::Options& tiny : tiny::gpuVariants()) {
         const tiny::Model model(tiny), exact = model.asFloats();
         const auto text = tokens(250, tiny.vocab);
-        Session reference(load(exact, options(false, KvType::F32)));
-        const auto expected = logits(reference, text, {});
         for (const bool floats : {false, true}) {
             const std::string name = tiny::describe(tiny) + (floats ? " as floats" : "");
             SCOPED_TRACE(name);
-            const auto engine = load(floats ? exact : model, options(true, floats ? KvType::F32 : KvType::BF16));
-            Session gpu(engine);
-            const auto prefill = logits(gpu, text, {});
-            gpu.reset();
-            const auto stepped = steps(gpu, text, oneByOne(250));
-            const double off = medianDistance(prefill, expected, tiny.vocab),
-                         offSteps = medianDistance(stepped, expected, tiny.vocab);
-            std::printf("%-40s prefill is off by %.1e, steps by %.1e\n", name.c_str(), off, offSteps);
-            if (floats) {
-                EXPECT_LT(distance(prefill, expected), 1e-4);
-            } else {
-                // 1 % for each layer, since what rounding activations makes adds up, and 1 % for the output head. Twice
-                // that if products by head round them to int8, as steps do.
-                const double each = tiny::family(tiny.architecture).latent ? 0.02 : 0.01;
-                EXPECT_LT(off, each * static_cast<double>(tiny.layers + 1));
-                if (tiny.matrices != DType::F32) {
-                    EXPECT_LT(off, offSteps);
-                }
+            const tiny::Model& given = floats ? exact : model;
+            const KvType kv = floats ? KvType::F32 : KvType::BF16;
+            const auto reference = [&](const RoutedRun& run) {
+                return routed<CpuBackend>(exact, options(false, KvType::F32), text, &run.routers, 3);
+            };
+            const RoutedRun prefill = routed<CudaBackend>(given, options(true, kv), text, nullptr, 0, size_t{0}, 3),
+                            expected = reference(prefill);
+            if (!prefill.routers.empty()) {
+                EXPECT_TRUE(sameBits(logits(load(given, options(true, kv)), text, {}), prefill.logits))
+                    << "it depends on who reads its router logits";
             }
+            // 1 % for each layer, since what rounding activations makes adds up, and 1 % for the output head. Twice
+            // that if products by head round them to int8, as steps do.
+            const double each = tiny::family(tiny.architecture).latent ? 0.02 : 0.01;
+            const double most = floats ? 1e-4 : each * static_cast<double>(tiny.layers + 1);
+            const double off = distance(prefill.logits, expected.logits);
+            EXPECT_LT(off, most);
             EXPECT_GT(off, 0.0) << "this was not computed on tensor cores";
+            expectNearRouters(prefill.routers, expected.routers, most);
+            std::printf("%-40s prefill is off by %.1e", name.c_str(), off);
+            if (!floats && tiny.matrices != DType::F32) {
+                // The bits of steps: see DecodeRowsHaveTheCpusBits.
+                const RoutedRun contract = routed<CpuBackend>(given, options(false, kv), text, nullptr, 3);
+                const double offSteps = distance(contract.logits, reference(contract).logits);
+                std::printf(", steps by %.1e", offSteps);
+                EXPECT_LT(off, offSteps);
+            }
+            std::printf("\n");
         }
     }
 }
@@ -163,24 +169,28 @@ TEST_F(CudaEngine, SequencesShareAPrefill) {
     for (const tiny::Options& tiny : tiny::gpuVariants()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model = tiny::Model(tiny).asFloats();
-        tiny::Pass<CudaBackend> pass(model, 200, 300, KvType::F32, 80 * 64, 0, size_t{0}, 2);
+        tiny::Pass<Routed<CudaBackend>> pass(model, 200, 300, KvType::F32, 80 * 64, 0, size_t{0}, 2);
         const std::vector<int64_t> lengths = {150, 3, 1, 46};
-        std::vector<float> expected;
-        Session cpu(load(model, options(false, KvType::F32)));
+        std::vector<std::vector<int32_t>> texts;
         Batch batch;
         for (const int64_t length : lengths) {
-            const auto text = tokens(length, tiny.vocab);
-            cpu.reset();
-            const auto alone = logits(cpu, text, {});
-            expected.insert(expected.end(), alone.begin(), alone.end());
+            texts.push_back(tokens(length, tiny.vocab));
             const int32_t handle = pass.kv.createSequence();
             pass.kv.extend(handle, length);
             for (int64_t i = 0; i < length; ++i)
-                batch.add(RowKind::Prompt, text[i], static_cast<int32_t>(i), handle, true);
+                batch.add(RowKind::Prompt, texts.back()[i], static_cast<int32_t>(i), handle, true);
         }
-        std::vector<float> got(expected.size(), NAN);
+        std::vector<float> got(200 * tiny.vocab, NAN);
         pass.forward.run(batch, got.data());
+        // One after the other, so that rows come in the batch's order.
+        RoutedEngine<CpuBackend> reference(model, options(false, KvType::F32), &pass.backend.routers, 3);
+        std::vector<float> expected;
+        for (const std::vector<int32_t>& text : texts) {
+            const auto alone = logits(reference.engine, text, {});
+            expected.insert(expected.end(), alone.begin(), alone.end());
+        }
         EXPECT_LT(distance(got, expected), 1e-4);
+        expectNearRouters(pass.backend.routers, reference.backend->routers, 1e-4);
 
         if (pass.kv.states().any()) continue;  // there is no room for a state of each
         Batch many;                            // more sequences than a batch can hold

@@ -9,6 +9,7 @@
 #include "engine/session.h"
 #include "gpu_test.h"
 #include "plan/cuda_kind.h"
+#include "router_logits.h"
 #include "tiny_model.h"
 
 namespace sharpi::cuda {
@@ -69,6 +70,25 @@ protected:
                                     const std::vector<int64_t>& chunks) {
         Session session(engine);
         return steps(session, text, chunks);
+    }
+    // The logits of prompt rows, and those of the routers. The rest: see RoutedEngine.
+    struct RoutedRun {
+        std::vector<float> logits;
+        RouterLogits routers;
+    };
+    template <typename Backend, typename ModelType, typename... Arguments>
+    static RoutedRun routed(const ModelType& model, const EngineOptions& o, const std::vector<int32_t>& text,
+                            const RouterLogits* chooseBy, Arguments... ofBackend) {
+        const RoutedEngine<Backend> made(model, o, chooseBy, ofBackend...);
+        std::vector<float> answers = logits(made.engine, text, {});
+        return {std::move(answers), std::move(made.backend->routers)};
+    }
+    static void expectNearRouters(const RouterLogits& got, const RouterLogits& expected, double most) {
+        ASSERT_EQ(got.size(), expected.size());
+        for (size_t i = 0; i < got.size(); ++i) {
+            ASSERT_EQ(got[i].size(), expected[i].size());
+            EXPECT_LT(distance(got[i], expected[i]), most) << "the routers of layer " << i << " of those with experts";
+        }
     }
     // The distance of all numbers together, relative to the size of b.
     static double distance(const std::vector<float>& a, const std::vector<float>& b) {
