@@ -49,9 +49,6 @@ public:
     std::vector<Score> score(const std::vector<ScoredToken>& tokens) override { return _sampler->score(tokens); }
     std::vector<Chosen> sample(const std::vector<Choice>& choices) override { return _sampler->sample(choices); }
 
-protected:
-    float* rows(RowBuffer buffer) const { return _pass.floats(buffer); }  // on the device
-
 private:
     void settle() noexcept;
 
@@ -72,7 +69,11 @@ private:
     std::vector<std::unique_ptr<cuda::PinnedBuffer>> _tableRows;  // what kernels read of tables in the file
     std::unique_ptr<TableRows> _tables;
     std::unique_ptr<HostShare> _share;  // if the CPU computes rows or experts
+
+protected:
     CudaPass _pass;
+
+private:
     std::unique_ptr<TokenSampler> _sampler;
     std::unique_ptr<CudaOperations> _operations;
     StepRecorder _recorder;

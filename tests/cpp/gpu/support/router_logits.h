@@ -6,9 +6,11 @@
 
 #include <memory>
 #include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "backend/cuda_backend.h"
 #include "engine/engine.h"
 #include "forwarding.h"
 #include "gpu_test.h"
@@ -47,12 +49,16 @@ private:
         Routed& _owner;
     };
 
+    template <typename Any> static float* rowsOf(const Any& any, RowBuffer buffer) {
+        if constexpr (std::is_base_of_v<CudaBackend, Any>) return any._pass.floats(buffer);
+        else return any.rows(buffer);
+    }
     void exchange(const RouterCall& call) {
         const auto layer = static_cast<size_t>(call.expertLayer), count = static_cast<size_t>(_rows * call.count);
         if (routers.size() <= layer) routers.resize(layer + 1);
         const size_t before = routers[layer].size();
         routers[layer].resize(before + count);
-        float* const logits = this->rows(RowBuffer::RouterLogits);
+        float* const logits = rowsOf(*this, RowBuffer::RouterLogits);
         require(cudaDeviceSynchronize());
         require(cudaMemcpy(&routers[layer][before], logits, count * sizeof(float), cudaMemcpyDefault));
         if (!chooseBy) return;
