@@ -15,7 +15,7 @@ bool contains(const std::vector<int32_t>& list, int32_t expert) {
 }  // namespace
 
 ExpertMisses::ExpertMisses(ExpertSlotManager& slots, ExpertPrefetcher& prefetcher, ExpertAccessProfiler& profiler,
-                           const ExpertUse& use, Prefetch mode, Reachable reachable, const RamExperts* ram)
+                           const ExpertUse& use, Prefetch mode, Reachable reachable, RamExperts* ram)
     : _slots(slots),
       _prefetcher(prefetcher),
       _profiler(profiler),
@@ -52,6 +52,7 @@ bool ExpertMisses::fetch(int32_t layer, int32_t expert, bool ahead, ExpertFetch&
     const auto place = _slots.getOrLoad(layer, expert, ahead);
     if (!place || !place->fill) return false;
     to.slot = place->slot;
+    if (_ram && _slots.tryGet(layer, expert) >= 0) _ram->fetched(layer, expert);
     return true;
 }
 

@@ -26,7 +26,7 @@ public:
     // larger than RAM: the GPU fetches only what was in RAM when it was missed.
     using Reachable = std::function<const uint8_t*(const uint8_t* host, size_t bytes)>;
     ExpertMisses(ExpertSlotManager& slots, ExpertPrefetcher& prefetcher, ExpertAccessProfiler& profiler,
-                 const ExpertUse& use, Prefetch mode, Reachable reachable, const RamExperts* ram = nullptr);
+                 const ExpertUse& use, Prefetch mode, Reachable reachable, RamExperts* ram = nullptr);
 
     // How many of `missed` experts of `bytes` bytes each the GPU should fetch; order() may try another number. pairs:
     // of the step.
@@ -59,7 +59,7 @@ private:
     size_t _size = 0;                // of the step at work
     Prefetch _mode;
     Reachable _reachable;
-    const RamExperts* _ram;
+    RamExperts* _ram;
     int64_t _fetched = 0;
     size_t _fetchedBytes = 0;       // for the layer at work
     bool _measurable = false;       // whether followed() measures nothing but the last layer's misses

@@ -29,6 +29,11 @@ void ExpertSlotManager::take(size_t budget, ExpertAccessProfiler* profiler) {
     _profiler = profiler;
 }
 
+void ExpertSlotManager::setReluctant() {
+    const std::lock_guard lock(_mutex);
+    for (Pool& pool : _pools) pool.slots.policy().setReluctant();
+}
+
 void ExpertSlotManager::setLoads(ExpertLoads* loads) {
     const std::lock_guard lock(_mutex);
     forgetLoads();
@@ -148,6 +153,17 @@ void ExpertSlotManager::addUses(int32_t layer, int32_t expert, float rows) {
     const std::lock_guard lock(_mutex);
     const ExpertKey what = keyOf(layer, expert);
     poolOf(what).slots.policy().used(what.key, rows);
+}
+
+void ExpertSlotManager::release(int32_t layer, int32_t expert) {
+    const std::lock_guard lock(_mutex);
+    const ExpertKey what = keyOf(layer, expert);
+    ExpertPool& slots = poolOf(what).slots;
+    if (slots.slotOf(what.key) < 0) return;
+    slots.evict(what.key);
+    --_resident;
+    markChanged(what);
+    tell(what, ExpertAccessProfiler::Event::Eviction);
 }
 
 int32_t ExpertSlotManager::tryGet(int32_t layer, int32_t expert) const {

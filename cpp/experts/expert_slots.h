@@ -38,6 +38,8 @@ public:
     // Once, after the last addLayer(). Throws Error(OutOfMemory); nothing was taken then. profiler: told of loads and
     // evictions, by this class's numbers of layers; may be null.
     void take(size_t budget, ExpertAccessProfiler* profiler);
+    // What leaves is on the disk, and not in RAM (ExpertPolicy::setReluctant). After take().
+    void setReluctant();
     // From now on preload() works; with nullptr, it no longer does: this waits for the loads on their way and forgets
     // them. Call it before the loads or the slots are destroyed.
     void setLoads(ExpertLoads* loads);
@@ -62,6 +64,9 @@ public:
     void used(int32_t layer, const int32_t* chosen, int32_t count);
     // `rows` rows of a batch that is no step chose this expert, or a saved statistic says so. At any time.
     void addUses(int32_t layer, int32_t expert, float rows);
+
+    // The expert's slot is free, if it has one: nobody reads it any more, and nobody will miss it here.
+    void release(int32_t layer, int32_t expert);
 
     // The slot where the pass finds an expert, or -1.
     int32_t tryGet(int32_t layer, int32_t expert) const;

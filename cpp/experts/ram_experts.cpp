@@ -23,6 +23,7 @@ DeviceLayout ramSlotLayout() {
 
 void RamExperts::beginPass(int64_t rows) {
     _rows = rows;
+    releaseFetched();
     const bool whole = _reader.beginPass();
     _ahead.clear();
     if (_slots.capacity() == 0) return;
@@ -32,6 +33,7 @@ void RamExperts::beginPass(int64_t rows) {
 }
 
 void RamExperts::passFailed() {
+    _fetched.clear();  // perhaps they were not
     _reader.beginPass();
     _ahead.clear();
     if (_slots.capacity() > 0) _slots.passFailed();
@@ -43,6 +45,7 @@ std::array<Matrix, 3> RamExperts::inFile(const ExpertStacks& file, int32_t exper
 
 bool RamExperts::find(int32_t layer, const std::vector<int32_t>& expertBegin, int32_t next) {
     settleBefore(layer);
+    releaseFetched();
     const bool slotted = _slots.capacity() > 0;
     if (!slotted && !_reader.wanted()) return false;
     const ExpertStacks& file = _slots.file(layer);
@@ -72,6 +75,11 @@ void RamExperts::settleBefore(int32_t layer) {
         for (Ticket i = 0; i < 3; ++i) _reader.settle(ahead->second + i);
         ahead = _ahead.erase(ahead);
     }
+}
+
+void RamExperts::releaseFetched() {
+    for (const auto& [layer, expert] : _fetched) _slots.release(layer, expert);
+    _fetched.clear();
 }
 
 void RamExperts::placeInSlots(int32_t layer, const std::vector<int32_t>& chosen,

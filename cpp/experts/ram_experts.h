@@ -49,6 +49,9 @@ public:
     bool arrived(int32_t expert) { return arrived(expert, 0) && arrived(expert, 1) && arrived(expert, 2); }
     // Throws what FileReader::await() throws.
     void await(int32_t expert, size_t which);
+    // An expert that find() found in RAM is being fetched into a slot of the device that it keeps. Its slot here
+    // becomes free once the next layer's choices are known, or the next pass begins: it has been fetched by then.
+    void fetched(int32_t layer, int32_t expert) { _fetched.emplace_back(layer, expert); }
 
     // --- a prompt on a device, which brings over all experts that it does not have ---
 
@@ -70,6 +73,7 @@ private:
     };
     const Place& at(int32_t expert) const { return _places[static_cast<size_t>(expert)]; }
     void settleBefore(int32_t layer);
+    void releaseFetched();
     void placeInSlots(int32_t layer, const std::vector<int32_t>& chosen, const std::vector<int32_t>& expertBegin);
     void readAhead(int32_t layer);
     void toSlot(int32_t layer, int32_t expert, const ExpertSlotManager::Place& slot, Place& place);
@@ -81,6 +85,7 @@ private:
     FileReader& _reader;
     ExpertAccessProfiler* _profiler;
     int64_t _rows = 0;
+    std::vector<std::pair<int32_t, int32_t>> _fetched;     // (layer, expert) that have a slot of the device now
     std::vector<Place> _places;                            // of the layer at hand, by expert
     std::map<std::pair<int32_t, int32_t>, Ticket> _ahead;  // (layer, expert) read ahead to slots in this pass
     std::atomic<uint64_t> _hits{0}, _reads{0}, _waitedMicroseconds{0};

@@ -58,6 +58,7 @@ void CudaExpertCache::start(const ExpertUse& use, const CudaTransfers& transfers
         return level ? level->reachable(host, bytes) : transfers.reachable(host, bytes);
     };
     _misses = std::make_unique<ExpertMisses>(_slots, *_prefetcher, _profiler, use, _foresight, reachable, ram());
+    if (_level) _slots.setReluctant();
     fill(wanted(use.warm));
     if (_foresight == Prefetch::NextLayer)
         _ahead = std::make_unique<cuda::Stream>(_stream.device(), cuda::Stream::Role::Feed);

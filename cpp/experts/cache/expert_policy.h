@@ -41,7 +41,14 @@ public:
     // The first expert to evict among those that may leave, or -1 if none of the first kMostAsked may.
     int32_t victim(const std::function<bool(int32_t expert)>& may) const;
     // Whether `candidate` is worth more than `victim`. If they are worth the same, a copy would gain nothing.
-    bool admits(int32_t candidate, int32_t victim) const { return frequency(candidate) > frequency(victim); }
+    bool admits(int32_t candidate, int32_t victim) const {
+        const float worth = frequency(victim);
+        return frequency(candidate) > (_reluctant ? 2 * worth + kReluctance : worth);
+    }
+    // From now on an expert leaves only for one that is used far more often: it has to be read from the disk again,
+    // which costs many times what one gains that comes from RAM.
+    static constexpr float kReluctance = 4;
+    void setReluctant() { _reluctant = true; }
     // How often the expert was used of late. It is halved now and then, so that old popularity fades.
     float frequency(int32_t expert) const;
 
@@ -54,6 +61,7 @@ private:
     void protect(int32_t expert);
 
     int32_t _count, _capacity, _mostProtected;
+    bool _reluctant = false;
     int32_t _held = 0, _protected = 0;
     // Two rings, one for each segment, from its end (`endOf`) over the oldest to the youngest and back. _next leads to
     // the younger neighbour.

@@ -307,4 +307,19 @@ TEST(ExpertPolicy, RefusesWhatCannotBe) {
     EXPECT_EQ(ExpertPolicy(3, 0).victim(kAny), -1);
 }
 
+// If what leaves has to be read from the disk again, it leaves only for what is used far more often.
+TEST(ExpertPolicy, MayBeReluctant) {
+    ExpertPolicy policy(3, 1);
+    policy.inserted(0);
+    policy.used(0, 3);
+    policy.used(1, 4);
+    EXPECT_TRUE(policy.admits(1, 0));
+    policy.setReluctant();
+    EXPECT_FALSE(policy.admits(1, 0));
+    policy.used(1, 6);
+    EXPECT_FALSE(policy.admits(1, 0)) << "10 is not more than 2 x 3 + 4";
+    policy.used(1, 1);
+    EXPECT_TRUE(policy.admits(1, 0));
+}
+
 }  // namespace

@@ -96,9 +96,8 @@ TEST(ExpertSlots, AskedForWhatIsNotThereSaySo) {
     MatrixStack uneven = slots.file(0).gate;
     uneven.count = 3;
     World other(layersOf(1));
-    expectError(ErrorKind::Internal, "8, 3 and 8", [&] {
-        other.slots->addLayer({slots.file(0).gate, uneven, slots.file(0).down});
-    });
+    expectError(ErrorKind::Internal, "8, 3 and 8",
+                [&] { other.slots->addLayer({slots.file(0).gate, uneven, slots.file(0).down}); });
 }
 
 // --- what may be overwritten ---

@@ -169,10 +169,16 @@ TEST(RamExperts, TheGpuIsOrderedToFetchOnlyWhatIsThere) {
             world.expectBytes(0, orders.fetch[i].expert, 1, orders.fetch[i].up);
             world.expectBytes(0, orders.fetch[i].expert, 2, orders.fetch[i].down);
             EXPECT_NE(orders.fetch[i].gate, world.file[0].gate.at(orders.fetch[i].expert).data) << "not from the file";
+            EXPECT_GE(world.slots.tryGet(0, orders.fetch[i].expert), 0) << "the GPU still reads it";
         }
         misses.done(0, missed.data(), none.data(), nullptr, static_cast<int32_t>(missed.size()), 0, 0);
         for (const int32_t expert : missed) world.expectRead(0, expert);
     }
+    // What has a slot in VRAM now needs none in RAM, from the next layer on.
+    ASSERT_TRUE(world.ram->find(1, world.begins(1, {0}), -1));
+    world.expectRead(1, 0);
+    for (const int32_t expert : {2, 9, 4})
+        EXPECT_EQ(world.slots.tryGet(0, expert) >= 0, slots.tryGet(0, expert) < 0) << "expert " << expert;
 }
 
 // A part that cannot be read is an error of that expert; the slot that it was to have is empty.
