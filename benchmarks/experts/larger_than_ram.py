@@ -113,8 +113,8 @@ def sharpi(path: Path, limit: int | None, threads: int, count: int, options: dic
         said = (f"{plan.ram_slots / 2**30:,.2f} GiB of slots in RAM, {plan.expert_slots / 2**30:,.2f} GiB in VRAM"
                 if plan.device == "cuda" else
                 f"{plan.expert_slots / 2**30:,.2f} GiB of slots for {plan.disk_bytes / 2**30:.2f} GiB of experts")
-        predicted = plan.decode.tokens_per_second if plan.decode else 0
-        print(f"{said}; decode predicted: {predicted:.2f} tokens/s", flush=True)
+        predicted = f"; decode predicted: {plan.decode.tokens_per_second:.2f} tokens/s" if plan.decode else ""
+        print(said + predicted, flush=True)
         measure("Sharpi", lambda prompt: iter(model.generate(prompt, max_tokens=count + 1, temperature=0)), count)
         print(model.stats()["experts"]["disk"], flush=True)
 

@@ -54,6 +54,18 @@ public:
         ThreadPool& _pool;
     };
 
+    // Within the life of an Awake: while one exists, workers may sleep. For a wait of milliseconds, such as for a disk.
+    class Resting {
+    public:
+        explicit Resting(ThreadPool& pool) : _pool(pool) { _pool._awake.fetch_sub(1, std::memory_order_relaxed); }
+        ~Resting() { _pool.stayAwake(); }
+        Resting(const Resting&) = delete;
+        Resting& operator=(const Resting&) = delete;
+
+    private:
+        ThreadPool& _pool;
+    };
+
     // The number of workers that sleep. A worker that was woken no longer counts, even if it has no core yet.
     int sleeping() const { return _sleeping.load(std::memory_order_relaxed); }
 

@@ -286,6 +286,7 @@ size_t HostShare::computeOurs(const HostExpertLayer& layer, int64_t rows, int32_
 void HostShare::awaitRead(RamExperts& ram, int32_t pairs) {
     _instructedAt.reset();  // the time until the next layer is the disk's, too
     const auto next = std::find_if(_ours.begin(), _ours.begin() + pairs, [](int32_t expert) { return expert >= 0; });
+    const ThreadPool::Resting resting(_pool);
     for (size_t which = 0; which < 3; ++which) ram.await(*next, which);
 }
 

@@ -39,18 +39,19 @@ class BesideVram:
         # to hold what it has room for. Slots hold what they say.
         self._on_disk = 0.0
         free = free_ram(request)
-        if self._wanted <= free:
+        # Which experts VRAM holds changes, so without slots in RAM their file is needed whole.
+        whole = self._wanted + sum(placed.vram for placed in placement if placed.kind == "experts" and _outside(placed))
+        if whole <= free:
             return
         left = left_for_weights(request, free)
-        # The experts outside of VRAM and the other weights together exceed RAM: there is never room for all of these
-        # experts, and none if there are no such experts.
+        # The experts and the other weights outside of VRAM together exceed RAM: there is never room for all experts.
         room = left - sum(_outside(placed) + placed.by_row for placed in placement if placed.kind != "experts")
         slots = SlotsInRam(request, batch)
         self._bytes = slots.fitting(room if most is None else min(room, most))
         if self._bytes:
             self._pools = slots.pools(self._bytes)
         else:
-            self._on_disk = 1 - max(0, left) / self._wanted
+            self._on_disk = max(0.0, 1 - max(0, left) / max(1, self._wanted))
 
     def details(self) -> dict[str, Any]:
         """What the plan says of it, apart from speeds."""
@@ -69,6 +70,8 @@ class BesideVram:
             read = Read(self._on_disk * read_outside, self._on_disk * self._wanted)
             return speeds_reading(request, plain, batch, read) if self._on_disk else {}
         read = read_of_experts(request, self._all_slots(), warmed=True)
+        if not read.batch:  # once it has been read, all is in VRAM or in RAM
+            return {}
         speeds = speeds_reading(request, plain, batch, read)
         if (cost := plain["draft_cost"]) is not None:
             added = cost / plain["decode"].tokens_per_second + read.draft / request.disk_bytes_per_second

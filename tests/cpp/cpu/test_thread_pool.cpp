@@ -173,6 +173,20 @@ TEST(ThreadPool, NobodySleepsWhileKeptAwake) {
     EXPECT_EQ(countRuns(pool, 9), std::vector<int>(9, 1));
 }
 
+TEST(ThreadPool, WorkersMaySleepWhileTheCallerRests) {
+    ThreadPool pool(3);
+    const ThreadPool::Awake awake(pool);
+    for (int round = 0; round < 3; ++round) {
+        ASSERT_TRUE(becomesAsleep(pool, 0));
+        {
+            const ThreadPool::Resting resting(pool);
+            ASSERT_TRUE(becomesAsleep(pool, 2)) << "they were kept awake";
+        }
+        ASSERT_TRUE(becomesAsleep(pool, 0)) << "they were not woken";
+        EXPECT_EQ(countRuns(pool, 9), std::vector<int>(9, 1));
+    }
+}
+
 TEST(ThreadPool, AwakeComesAndGoesBetweenLoops) {
     for (const int threads : {1, 2, 4}) {
         ThreadPool pool(threads);

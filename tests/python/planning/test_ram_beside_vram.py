@@ -85,27 +85,30 @@ def test_slots_take_what_other_weights_leave() -> None:
 
 
 def test_the_bounds() -> None:
-    """What all fits into has no slots, and room for less than one expert is none."""
+    """RAM that has room for all experts has no slots, and room for less than one expert is none."""
     model = FakeWeights(**MOE)
-    outside = 25 * EXPERT
-    plain = planned(model, GIB)
+    outside, whole = 16 * EXPERT, 32 * EXPERT
+    plain = planned(model, GIB, slots=16)
     seen = set()
-    for ram in (*range(0, outside, MIB // 2), outside - 1, outside, outside + 1):
-        plan = planned(model, ram)
-        room = left(ram) - EMBEDDING
-        has = ram < outside and room >= LEAST
-        seen.add((has, ram < outside))
-        assert plan.ram_slots == (room if has else 0) < outside
+    for ram in (*range(0, whole, MIB // 2), whole - 1, whole, whole + 1):
+        plan = planned(model, ram, slots=16, spill_bytes=0)
+        room = left(ram, 0) - EMBEDDING
+        has = ram < whole and room >= LEAST
+        all_held = has and in_ram(plan) >= 16
+        seen.add((has, ram < whole, all_held))
+        assert plan.ram_slots == (room if has else 0) < whole
         assert (in_ram(plan) > 0) is bool(plan.ram_pools) is (plan.ram_hit_rate is not None) is has
-        assert plan.reads_disk is (ram < outside)
-        assert (experts_of(plan).disk > 0) is has
-        if not has:
+        assert plan.reads_disk is (ram < whole)
+        assert (experts_of(plan).disk > 0) is (has and not all_held)
+        if all_held:  # once it has been read, nothing is
+            assert plan.decode == plain.decode and plan.disk_bytes_per_second is None
+        elif not has:
             # Then the page cache is all there is.
             assert plan.placement == plain.placement
-            part = 1 - max(0, left(ram)) / outside if ram < outside else 0
-            read = part * 4 * 2 * EXPERT * (1 - 7 / 32)
+            part = 1 - max(0, left(ram, 0)) / outside if ram < whole else 0
+            read = part * 4 * 2 * EXPERT * (1 - 16 / 32)
             assert seconds(plan.decode) == pytest.approx(seconds(plain.decode) + read / DISK)
-    assert seen == {(False, True), (True, True), (False, False)}
+    assert seen == {(False, True, False), (True, True, False), (True, True, True), (False, False, False)}
 
 
 def test_copies_come_first() -> None:
@@ -281,7 +284,7 @@ def test_less_vram_than_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     ram = 30 * MIB
     set_free(monkeypatch, ram)
     plan = planned(model, None, slots=20)
-    assert not plan.reads_disk, "18 MiB of experts are outside of VRAM"
+    assert plan.ram_slots and not experts_of(plan).disk, "RAM has room for the experts outside of VRAM"
     fewer = Loading(model, vram_for(model, 6)).run(plan)
     assert 0 < fewer.experts_in_slots < 6 and fewer.ram_slots == left(ram) - EMBEDDING and fewer.reads_disk
     assert sum(experts_of(fewer)[1:]) == 32 * EXPERT and experts_of(fewer).disk > 0
