@@ -474,9 +474,8 @@ TEST(HostExperts, RefusesWhatDoesNotFitTheMailbox) {
     }
     const auto refused = [&](const ExpertStacks& file, int32_t number, int64_t rows, int32_t used) {
         desk.plan.begin(desk.mailbox(), layer, number, 1);
-        return refusesAsInternal([&] {
-            desk.share.experts({file, {}}, number, rows, used, layer.predicts(), false, desk.plan, 0, 1, 1);
-        });
+        return refusesAsInternal(
+            [&] { desk.share.experts({file, {}}, number, rows, used, layer.predicts(), false, desk.plan, 0, 1, 1); });
     };
     const auto changed = [&](const std::function<void(ExpertStacks&)>& change) {
         ExpertStacks stacks = right;
