@@ -22,9 +22,9 @@ struct PredictorCounts {
 
 // Of a model that is larger than RAM: where the processor that computes experts found those that it wanted.
 struct DiskCounts {
-    uint64_t hits = 0, reads = 0;  // chosen experts that were in RAM, and those that were read
-    uint64_t bytes = 0;            // from the disk to slots
-    double waited = 0;             // seconds in which products had to wait for the disk
+    uint64_t hits = 0, reads = 0;  // chosen experts that were in RAM, and those that were read; on a GPU, in steps
+    uint64_t bytes = 0;            // from the disk to RAM
+    double waited = 0;             // seconds of waiting for the disk
     // The owner of the slots in RAM fills these in: experts that they can hold, and do hold.
     int64_t ramCapacity = 0, ramResident = 0;
 };

@@ -15,16 +15,17 @@ namespace sharpi {
 void ExpertSlotManager::take(size_t budget, ExpertAccessProfiler* profiler) {
     takeMemory(budget);
     const std::lock_guard lock(_mutex);
-    size_t keys = 0;
+    size_t keys = 0, slots = 0;
     for (const PoolShape& shape : pools()) {
         const auto count = static_cast<size_t>(shape.experts);
         _pools.push_back({ExpertPool(static_cast<int32_t>(shape.experts), shape.capacity, shape.landing),
                           std::vector<uint8_t>(count), std::vector<uint8_t>(count), std::vector<uint64_t>(count),
                           std::vector<uint64_t>(count)});
         keys += count;
+        slots += static_cast<size_t>(shape.capacity);
     }
     _changed.reserve(keys);
-    _placed.reserve(keys);
+    _placed.reserve(slots);
     _table.assign(static_cast<size_t>(experts()) * static_cast<size_t>(layers()), -1);
     _profiler = profiler;
 }
@@ -78,9 +79,9 @@ bool ExpertSlotManager::mayLeave(const ExpertKey& expert) const {
 }
 
 // A slot to fill, with the expert that it held gone; nothing if there is none.
-std::optional<int32_t> ExpertSlotManager::claim(const ExpertKey& expert, bool anyway) {
+std::optional<int32_t> ExpertSlotManager::claim(const ExpertKey& expert) {
     const auto claimed = poolOf(expert).slots.claim(
-        expert.key, [this, &expert](int32_t other) { return mayLeave({expert.pool, other}); }, anyway);
+        expert.key, [this, &expert](int32_t other) { return mayLeave({expert.pool, other}); });
     if (!claimed) return std::nullopt;
     if (claimed->evicted >= 0) {
         --_resident;
@@ -180,23 +181,19 @@ std::optional<ExpertSlotManager::Place> ExpertSlotManager::getOrLoad(int32_t lay
                                              " asks for a place for an expert of layer " + std::to_string(layer));
     }
     Pool& pool = poolOf(what);
+    const auto key = static_cast<size_t>(what.key);
     if (const int32_t slot = pool.slots.slotOf(what.key); slot >= 0) return Place{slot, false};
     if (const int32_t slot = pool.slots.landedAt(what.key); !ahead && slot >= 0) return Place{slot, false};
-    if (const std::optional<Place> kept = claimPlace(what, false); kept || ahead) return kept;
-    if (const int32_t landing = pool.slots.land(what.key); landing >= 0) return Place{landing, true};
-    return claimPlace(what, true);
-}
-
-// A slot that the expert keeps.
-std::optional<ExpertSlotManager::Place> ExpertSlotManager::claimPlace(const ExpertKey& expert, bool anyway) {
-    Pool& pool = poolOf(expert);
-    const auto key = static_cast<size_t>(expert.key);
-    const std::optional<int32_t> slot = pool.loading[key] ? std::nullopt : claim(expert, anyway);
-    if (!slot) return std::nullopt;
-    place(expert, *slot);
-    pool.placedIn[key] = _pass;
-    _placed.push_back(expert);
-    return Place{*slot, true};
+    if (!pool.loading[key]) {
+        if (const std::optional<int32_t> slot = claim(what)) {
+            place(what, *slot);
+            pool.placedIn[key] = _pass;
+            _placed.push_back(what);
+            return Place{*slot, true};
+        }
+    }
+    const int32_t landing = ahead ? -1 : pool.slots.land(what.key);
+    return landing < 0 ? std::nullopt : std::optional(Place{landing, true});
 }
 
 // --- loads in the background ---

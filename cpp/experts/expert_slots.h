@@ -78,9 +78,7 @@ public:
     // A place for an expert of the pass's current layer, or (ahead) of a later one:
     // - where it is already;
     // - or a slot to fill, which it keeps, if the policy finds it worth more than what it replaces;
-    // - or, but not ahead, a landing slot, which the next layer's experts overwrite;
-    // - or, but not ahead, once a step of many rows has used up the landing slots, a slot to fill, which it keeps,
-    //   whatever it replaces: it is fetched in any case.
+    // - or, but not ahead, a landing slot, which the next layer's experts overwrite.
     // Nothing if none is free: landing slots are handed out once a layer, and an expert that a load is bringing gets no
     // second slot. An expert that keeps its slot is in table() from the next pass on; if this pass is to find it, the
     // caller updates the device's copy.
@@ -107,8 +105,7 @@ private:
     };
     Pool& poolOf(const ExpertKey& expert) { return _pools[static_cast<size_t>(expert.pool)]; }
     bool mayLeave(const ExpertKey& expert) const;
-    std::optional<Place> claimPlace(const ExpertKey& expert, bool anyway);
-    std::optional<int32_t> claim(const ExpertKey& expert, bool anyway = false);
+    std::optional<int32_t> claim(const ExpertKey& expert);
     void place(const ExpertKey& expert, int32_t slot);
     void markChanged(const ExpertKey& expert);
     void tell(const ExpertKey& expert, ExpertAccessProfiler::Event event);
@@ -126,7 +123,7 @@ private:
     int64_t _resident = 0;
     int32_t _reached = -1;  // the layer that the pass is in
     uint64_t _pass = 0, _visit = 0;
-    std::vector<ExpertKey> _placed;  // in this pass, by getOrLoad(); each once, since a pass visits a layer once
+    std::vector<ExpertKey> _placed;  // in this pass, by getOrLoad()
     PendingLoads _pending;
 };
 

@@ -2,7 +2,6 @@
 #include "experts/ram_experts.h"
 
 #include <algorithm>
-#include <chrono>
 
 namespace sharpi {
 
@@ -151,11 +150,7 @@ bool RamExperts::arrived(int32_t expert, size_t which) {
 }
 
 void RamExperts::await(int32_t expert, size_t which) {
-    if (arrived(expert, which)) return;
-    const auto start = std::chrono::steady_clock::now();
-    _reader.await(*at(expert).first + which);
-    const std::chrono::duration<double, std::micro> waited = std::chrono::steady_clock::now() - start;
-    _waitedMicroseconds += static_cast<uint64_t>(waited.count());
+    if (!at(expert).present) _reader.await(*at(expert).first + which);
 }
 
 // In turn, so that all layers get their part of the free slots.
@@ -188,7 +183,7 @@ DiskCounts RamExperts::counts() const {
     counts.hits = _hits;
     counts.reads = _reads;
     counts.bytes = _reader.bytesRead();
-    counts.waited = static_cast<double>(_waitedMicroseconds) * 1e-6;
+    counts.waited = _reader.waited();
     return counts;
 }
 

@@ -88,7 +88,7 @@ private:
     std::vector<std::pair<int32_t, int32_t>> _fetched;     // (layer, expert) that have a slot of the device now
     std::vector<Place> _places;                            // of the layer at hand, by expert
     std::map<std::pair<int32_t, int32_t>, Ticket> _ahead;  // (layer, expert) read ahead to slots in this pass
-    std::atomic<uint64_t> _hits{0}, _reads{0}, _waitedMicroseconds{0};
+    std::atomic<uint64_t> _hits{0}, _reads{0};
 };
 
 }  // namespace sharpi

@@ -91,7 +91,7 @@ public:
     virtual void readFrom(const std::vector<MappedFile>&, size_t /*expertRamBytes*/) {}
     // Gives everything back that was placed or taken. Only allocator() may be asked afterwards.
     virtual void unload() = 0;
-    // How the experts have been used so far. forget: counts begin at 0 again.
+    // How the experts have been used so far. forget: counts begin at 0 again, but for the disk's.
     virtual ExpertCounts expertCounts(bool forget) = 0;
     // How the threads that ran passes have spent their time. Any thread may ask.
     HostTimes hostTimes() const { return _clock.times(); }

@@ -122,6 +122,7 @@ StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t
         if (layer->dense) limits.denseHidden = std::max(limits.denseHidden, layer->dense->hidden);
         if (layer->experts) {
             addLimits(limits, *layer->experts, number);
+            limits.predictionExperts += number >= static_cast<int32_t>(spec.layers.size());
             if (layer->experts->latentDown) limits.expertLatents = rowsOf(spec, layer->experts->latentDown);
         }
         limits.partOuts |= spec.partsApart(*layer);

@@ -36,6 +36,7 @@ struct StepLimits {
     int32_t experts = 0, expertsUsed = 0;  // of any layer
     // Layers with experts, in the order of ExpertFfnSpec::expertLayer: the layer's number in the model, its experts.
     std::vector<std::pair<int32_t, int32_t>> expertLayers;
+    int32_t predictionExperts = 0;               // of expertLayers: those of prediction layers, the last ones
     int64_t expertHidden = 0, sharedHidden = 0;  // sharedHidden: of the expert for every token
     int64_t expertLatents = 0;                   // elements of the rows that experts read and give; 0: whole rows
     bool expertSlots = false;                    // experts are in Slots, perhaps with room for none

@@ -34,6 +34,7 @@ void CudaBackend::settle() noexcept {
     try {
         if (_transfers) _transfers->settle();
         if (_cache) _cache->settle();
+        if (_level) _level->reader().beginPass();  // waits for reads, which write to what is freed next
     } catch (const Error&) {
         // After a fault nothing runs any more.
     }
@@ -149,7 +150,9 @@ void CudaBackend::begin(const Batch& batch, const KvCache& kv) {
     _pass.view = filled.view;
     _tables->begin(batch.tokens);
     if (_share) _share->begin();
-    if (_pass.limits.expertSlots) _cache->beginPass(_pass.step, _pass.view.rows, *_weights, *_placer);
+    if (_level && _level->capacity() == 0) _level->reader().beginPass();  // nobody else begins its passes
+    if (_pass.limits.expertSlots)
+        _cache->beginPass(_pass.step, !batch.sources.empty(), _pass.view.rows, *_weights, *_placer);
     _stream.uploadPinned(onDevice, host, sizeof(int32_t) * static_cast<size_t>(filled.used));
 }
 

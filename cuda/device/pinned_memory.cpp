@@ -39,13 +39,26 @@ size_t wholePages(size_t bytes) {
     return (bytes + page - 1) / page * page;
 }
 
+// A forked process, which may not use the model, would get copies of all these pages, or share them with a device that
+// does not know.
+void adviseOn(void* address, size_t bytes) {
+    ::madvise(address, bytes, MADV_HUGEPAGE);
+    ::madvise(address, bytes, MADV_DONTFORK);
+}
+
 void* takePages(size_t bytes) noexcept {
+    if (bytes < kHugePage) {  // many small mappings would use up those that a process may have
+        void* memory = nullptr;
+        if (cudaHostAlloc(&memory, bytes, cudaHostAllocDefault) == cudaSuccess) return memory;
+        cudaGetLastError();  // so that no later call reports it
+        return nullptr;
+    }
     const size_t whole = wholePages(bytes);
     void* const reserved =
         ::mmap(nullptr, whole + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (reserved == MAP_FAILED) return nullptr;
     uint8_t* const address = trimmed(static_cast<uint8_t*>(reserved), whole);
-    ::madvise(address, whole, MADV_HUGEPAGE);
+    adviseOn(address, whole);
     if (cudaHostRegister(address, whole, cudaHostRegisterDefault) == cudaSuccess) return address;
     cudaGetLastError();  // so that no later call reports it
     ::munmap(address, whole);
@@ -53,6 +66,10 @@ void* takePages(size_t bytes) noexcept {
 }
 
 void givePages(void* memory, size_t bytes) noexcept {
+    if (bytes < kHugePage) {
+        cudaFreeHost(memory);
+        return;
+    }
     if (cudaHostUnregister(memory) != cudaSuccess) cudaGetLastError();  // the device has failed
     ::munmap(memory, wholePages(bytes));
 }
@@ -69,7 +86,7 @@ void* HugePages::reserve(size_t bytes) {
 
 bool HugePages::commit(void* address, size_t bytes) {
     if (bytes > freeBytes() || !HostMemory::commit(address, bytes)) return false;
-    ::madvise(address, bytes, MADV_HUGEPAGE);
+    adviseOn(address, bytes);
     const auto begin = reinterpret_cast<uintptr_t>(address);
     populate({begin, begin + bytes});
     return true;

@@ -126,7 +126,7 @@ ExpertCounts CudaExpertCache::counts() {
     return counts;
 }
 
-void CudaExpertCache::beginPass(bool step, int64_t rows, WeightStream& stream, const DevicePlacer& placer) {
+void CudaExpertCache::beginPass(bool step, bool draft, int64_t rows, WeightStream& stream, const DevicePlacer& placer) {
     if (_passFailed) {
         _slots.passFailed();
         if (_level) _level->experts().passFailed();
@@ -138,13 +138,18 @@ void CudaExpertCache::beginPass(bool step, int64_t rows, WeightStream& stream, c
     if (!step || _uncountedRows) collectUses();
     if (!step) {
         _uncountedRows = rows;
-        listMissing(stream, placer);
+        try {
+            listMissing(draft, stream, placer);
+        } catch (...) {
+            _passFailed = true;  // slots in RAM were given to experts that nobody will read
+            throw;
+        }
     }
     if (!step || !_tableUploaded || _slots.tableVersion() != _tableVersion) uploadTables(step);
 }
 
 // A batch that is no step brings over the experts that are in no slot.
-void CudaExpertCache::listMissing(WeightStream& stream, const DevicePlacer& placer) {
+void CudaExpertCache::listMissing(bool draft, WeightStream& stream, const DevicePlacer& placer) {
     const std::vector<int32_t>& table = _slots.table();
     int32_t* const ordinals = _tables->as<int32_t>() + table.size();
     std::vector<std::vector<int32_t>> missing(static_cast<size_t>(_slots.layers()));
@@ -158,14 +163,18 @@ void CudaExpertCache::listMissing(WeightStream& stream, const DevicePlacer& plac
             if (isMissing) ofLayer.push_back(e);
         }
     }
-    const auto origins = _level ? _level->experts().originsOf(missing) : decltype(ram()->originsOf(missing))();
+    // Only what the pass goes through is read, and only that may be given room in RAM.
+    std::vector<std::vector<int32_t>> passed = missing;
+    const auto model = passed.end() - _limits.predictionExperts;
+    std::for_each(draft ? passed.begin() : model, draft ? model : passed.end(), [](auto& layer) { layer.clear(); });
+    const auto origins = _level ? _level->experts().originsOf(passed) : decltype(ram()->originsOf(passed))();
     for (int32_t layer = 0; layer < _slots.layers(); ++layer) {
         const auto l = static_cast<size_t>(layer);
         const std::vector<int32_t>& groups = placer.stackGroups(layer);
         for (size_t g = 0; g < groups.size(); ++g) {
             const size_t which = _slots.file(layer).gated() || g == 0 ? g : 2;
             std::vector<StreamOrigin> from;
-            for (size_t i = 0; _level && i < missing[l].size(); ++i) from.push_back(origins[l][i][which]);
+            for (size_t i = 0; _level && i < passed[l].size(); ++i) from.push_back(origins[l][i][which]);
             stream.setWanted(groups[g], missing[l], std::move(from));
         }
     }

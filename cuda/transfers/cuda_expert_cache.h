@@ -43,8 +43,9 @@ public:
     void start(const ExpertUse& use, const CudaTransfers& transfers, RamLevel* level);
 
     // A batch begins, and the device does nothing: what has arrived since the last one can be found by this one. In a
-    // batch that is no step, `stream` brings over the experts that are in no slot; placer: knows their groups.
-    void beginPass(bool step, int64_t rows, WeightStream& stream, const DevicePlacer& placer);
+    // batch that is no step, `stream` brings over the experts that are in no slot; placer: knows their groups. draft:
+    // the batch goes through the prediction layer, and not through the model.
+    void beginPass(bool step, bool draft, int64_t rows, WeightStream& stream, const DevicePlacer& placer);
     // Whether the pass under way was given up after some of it had run.
     void setPassFailed(bool failed) noexcept { _passFailed = failed; }
     // Fetches what the device has counted since the last time.
@@ -72,7 +73,7 @@ private:
     Experts wanted(const Experts& warm) const;
     Experts fillingOrder(const Experts& wanted) const;
     void fill(const Experts& wanted);
-    void listMissing(WeightStream& stream, const DevicePlacer& placer);
+    void listMissing(bool draft, WeightStream& stream, const DevicePlacer& placer);
     void uploadTables(bool step);
 
     Allocator& _allocator;

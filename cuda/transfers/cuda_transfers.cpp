@@ -42,7 +42,9 @@ void CudaTransfers::synchronize() {
 }
 
 void CudaTransfers::prepare(const HostRanges& ranges, void* staging, size_t stageBytes) {
-    _files.pin({ranges.always, ranges.once, _reader ? std::vector<HostRange>() : ranges.optional});
+    // RAM is short if there is a reader: what is copied once comes from the page cache, which may then drop it.
+    if (_reader) _files.pin({ranges.always, {}, {}});
+    else _files.pin(ranges);
     if (_reader) _disk.emplace(*_reader, ranges.optional);
     _staging = static_cast<uint8_t*>(staging);
     _stageBytes = stageBytes;

@@ -28,12 +28,11 @@ void ExpertPool::requireState(int32_t slot, int32_t state, const char* action) c
                                                             : "the expert's"));
 }
 
-std::optional<ExpertPool::Claim> ExpertPool::claim(int32_t key, const std::function<bool(int32_t)>& mayLeave,
-                                                   bool anyway) {
+std::optional<ExpertPool::Claim> ExpertPool::claim(int32_t key, const std::function<bool(int32_t)>& mayLeave) {
     Claim claim;
     if (_free.empty()) {
         const int32_t victim = _policy.victim(mayLeave);
-        if (victim < 0 || (!anyway && !_policy.admits(key, victim))) return std::nullopt;
+        if (victim < 0 || !_policy.admits(key, victim)) return std::nullopt;
         evict(victim);
         claim.evicted = victim;
     }

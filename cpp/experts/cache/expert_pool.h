@@ -34,8 +34,8 @@ public:
         int32_t evicted = -1;  // the key of the expert that had to leave for it, or -1
     };
     // A slot for an expert that has none: a free one; or else that of an expert which may leave and which the policy
-    // finds worth less, or (anyway) whatever it finds. Nothing if there is neither.
-    std::optional<Claim> claim(int32_t key, const std::function<bool(int32_t key)>& mayLeave, bool anyway = false);
+    // finds worth less. Nothing if there is neither.
+    std::optional<Claim> claim(int32_t key, const std::function<bool(int32_t key)>& mayLeave);
     // The claimed slot holds the expert from now on. Throws Error(Internal) unless the slot is claimed and the expert
     // is in no slot.
     void place(int32_t key, int32_t slot);

@@ -51,8 +51,9 @@ bool ExpertSlotMemory::cutLanding(size_t budget, size_t* rest) {
         PoolShape& shape = pool.shape;
         const size_t slots = std::min(budget, all) * static_cast<size_t>(shape.experts) / all;
         shape.capacity = 0;
-        const size_t wanted = std::min({kLandingBytes / shape.slotBytes, slots / kSlotsForALanding, kMostLanding});
-        shape.landing = static_cast<int32_t>(std::max(wanted, size_t{1}));
+        const size_t ofToken = std::min({kLandingBytes / shape.slotBytes, slots / kSlotsForALanding, kLandingOfToken});
+        shape.landing =
+            static_cast<int32_t>(std::clamp(std::max(ofToken, slots / kSlotsForMoreLanding), size_t{1}, kMostLanding));
         landing += shape.slotBytes * static_cast<size_t>(shape.landing);
         least = std::min(least, shape.slotBytes);
     }

@@ -26,10 +26,12 @@ struct ExpertKey {
 
 class ExpertSlotMemory {
 public:
-    // Landing slots of a pool: up to kMostLanding, as many as fit into kLandingBytes, and one for each
-    // kSlotsForALanding slots that the budget gives the pool, so that a small cache keeps most of its slots; at least
-    // one. A token needs no more, and steps of many rows do without (ExpertSlotManager::getOrLoad).
-    static constexpr size_t kLandingBytes = size_t{64} << 20, kMostLanding = 8, kSlotsForALanding = 8;
+    // A token needs few landing slots: up to kLandingOfToken, as many as fit into kLandingBytes, and one for each
+    // kSlotsForALanding slots that the budget gives the pool, so that a small cache keeps most of its slots. Steps of
+    // many rows miss more experts. For them, a large pool has one for each kSlotsForMoreLanding slots, up to
+    // kMostLanding. Every pool has at least one.
+    static constexpr size_t kLandingBytes = size_t{64} << 20, kLandingOfToken = 8, kSlotsForALanding = 8;
+    static constexpr size_t kMostLanding = kMaxExpertFetches, kSlotsForMoreLanding = 192;
 
     struct PoolShape {
         int32_t layers = 0;

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <system_error>
 #include <utility>
 
@@ -114,7 +115,11 @@ bool FileReader::arrived(Ticket ticket) {
 
 void FileReader::await(Ticket ticket) {
     std::unique_lock<std::mutex> lock(_mutex);
-    _less.wait(lock, [&] { return state(ticket) != State::Waiting; });
+    if (state(ticket) == State::Waiting) {
+        const auto start = std::chrono::steady_clock::now();
+        _less.wait(lock, [&] { return state(ticket) != State::Waiting; });
+        _waited += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    }
     if (state(ticket) == State::Arrived) return;
     throw Error(ErrorKind::BadModel, fileOf(_asked[static_cast<size_t>(ticket)].part.file).mapped->path() +
                                          ": a part of it cannot be read: is the file whole, and the disk sound?");
@@ -123,6 +128,11 @@ void FileReader::await(Ticket ticket) {
 void FileReader::settle(Ticket ticket) {
     std::unique_lock<std::mutex> lock(_mutex);
     _less.wait(lock, [&] { return state(ticket) != State::Waiting; });
+}
+
+double FileReader::waited() {
+    const std::lock_guard<std::mutex> lock(_mutex);
+    return _waited;
 }
 
 uint64_t FileReader::bytesRead() {

@@ -72,6 +72,8 @@ public:
 
     // Bytes that were read to memory so far. What goes to the page cache is not counted.
     uint64_t bytesRead();
+    // Seconds for which await() has waited so far.
+    double waited();
 
 private:
     enum class State : uint8_t { Waiting, Arrived, Failed };
@@ -100,6 +102,7 @@ private:
     std::deque<Asked> _asked;              // by ticket
     Ticket _next = 0;                      // the first that nobody has begun to read
     uint64_t _arrived = 0, _bytesRead = 0;
+    double _waited = 0;
     bool _failed = false;  // a part of this pass
     bool _stop = false;
 

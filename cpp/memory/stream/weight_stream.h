@@ -66,8 +66,7 @@ public:
     bool uploaded() const { return _finished; }
 
     // From now on full passes fetch only these experts of a streamed stack: ascending, none twice; there may be none.
-    // origins: see
-    // WeightGroup. Not within a pass: a pass that was left half way ends here.
+    // origins: see WeightGroup::setWanted(). Not within a pass: a pass that was left half way ends here.
     void setWanted(int32_t group, std::vector<int32_t> experts, std::vector<StreamOrigin> origins = {});
 
     // --- passes ---

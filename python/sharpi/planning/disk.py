@@ -22,7 +22,7 @@ from sharpi.planning.prediction import (
 from sharpi.planning.request import Request
 
 __all__ = ["Read", "SlotsInRam", "all_ram", "copies_bytes", "decode_reading", "expert_bytes", "free_ram",
-           "left_for_weights", "read_of_experts", "slotted", "speeds_reading"]
+           "left_for_weights", "present_ram", "read_of_experts", "slotted", "speeds_reading"]
 
 # What weights leave of the RAM to the page cache, which long prompts read experts by, and to other programs. No more
 # than a part of a small RAM.
@@ -62,6 +62,16 @@ def all_ram(request: Request) -> int:
 def free_ram(request: Request) -> int:
     """The RAM that a plan may take. What a person plans for another machine, or a test sets, is all free."""
     return min(ram_bytes(), free_ram_bytes()) if request.ram is None else request.ram
+
+
+def present_ram(request: Request) -> int:
+    """The same without RAM that the machine does not have yet, whoever promises it: what is taken at once must be
+    there."""
+    if request.ram is not None:
+        return request.ram
+    from sharpi import _core  # late: `sharpi --help` needs no core
+
+    return min(free_ram(request), _core.free_ram())
 
 
 def left_for_weights(request: Request, free: int) -> int:

@@ -14,6 +14,7 @@ from sharpi.planning.disk import (
     SlotsInRam,
     free_ram,
     left_for_weights,
+    present_ram,
     read_of_experts,
     slotted,
     speeds_reading,
@@ -43,15 +44,16 @@ class BesideVram:
         whole = self._wanted + sum(placed.vram for placed in placement if placed.kind == "experts" and _outside(placed))
         if whole <= free:
             return
-        left = left_for_weights(request, free)
-        # The experts and the other weights outside of VRAM together exceed RAM: there is never room for all experts.
-        room = left - sum(_outside(placed) + placed.by_row for placed in placement if placed.kind != "experts")
+        # Experts, those in VRAM included, and the other weights outside of VRAM exceed RAM: there is never room for all
+        # experts.
+        room = left_for_weights(request, present_ram(request)) - sum(
+            _outside(placed) + placed.by_row for placed in placement if placed.kind != "experts")
         slots = SlotsInRam(request, batch)
         self._bytes = slots.fitting(room if most is None else min(room, most))
         if self._bytes:
             self._pools = slots.pools(self._bytes)
         else:
-            self._on_disk = max(0.0, 1 - max(0, left) / max(1, self._wanted))
+            self._on_disk = max(0.0, 1 - max(0, left_for_weights(request, free)) / max(1, self._wanted))
 
     def details(self) -> dict[str, Any]:
         """What the plan says of it, apart from speeds."""
@@ -64,7 +66,8 @@ class BesideVram:
 
     def speeds(self, plain: Mapping[str, Any], read_outside: float) -> dict[str, Any]:
         """The speeds with the disk's part, those of `plain` being with all of it in RAM. read_outside: bytes that a
-        token reads outside of VRAM; a batch reads all of it."""
+        token reads outside of VRAM; a batch reads all of it. Slots in RAM are taken to hold what is used most, as they
+        do after a while."""
         request, batch = self._request, self._batch
         if not self._bytes:
             read = Read(self._on_disk * read_outside, self._on_disk * self._wanted)

@@ -48,14 +48,20 @@ def load_planned(plan: Plan, file: GgufFile, spec: Spec, warm: ExpertStats | Non
                 raise
             if not plan.homes or attempt == ATTEMPTS:
                 raise _advised(error, error.available, tried, file, spec) from error
-            tried = _within(plan, error.available, file, spec, warm, last=attempt + 1 == ATTEMPTS)
+            # If it is RAM that is short, slots for experts there are figured anew.
+            of_ram = bool(plan.ram_slots) and error.wanted is not None and error.wanted <= error.available
+            tried = _within(plan, error.available, file, spec, warm, last=attempt + 1 == ATTEMPTS, of_ram=of_ram)
     raise AssertionError("the last attempt returns or raises")
 
 
-def _within(plan: Plan, available: int, file: GgufFile, spec: Spec, warm: ExpertStats | None, *, last: bool) -> Plan:
+def _within(plan: Plan, available: int, file: GgufFile, spec: Spec, warm: ExpertStats | None, *, last: bool,
+            of_ram: bool) -> Plan:
     """The plan if what it takes is there, else one for what there is. The last attempt leaves a reserve even if the
-    plan seems to fit, since memory that seemed free before was not."""
+    plan seems to fit, since memory that seemed free before was not. of_ram: RAM is short, and VRAM is not."""
     request = _request(plan, file, spec, warm)
+    if of_ram:
+        assert plan.gpu is not None
+        return OnGpu(request, plan.gpu, available).shortened(plan, available)
     if not last and request.total("cuda", plan.context, plan.batch, plan.homes, plan.expert_slots) <= available:
         return plan
     assert plan.gpu is not None
@@ -77,6 +83,9 @@ def _less_is_kept(plan: Plan, tried: Plan, file: GgufFile, spec: Spec) -> list[s
         return []
     known = _request(plan, file, spec, None).inventory
     held, wanted = (known.kept_bytes(made.homes) + made.expert_slots for made in (tried, plan))
+    if tried.ram_slots < plan.ram_slots:
+        return [f"only {_mib(tried.ram_slots)} of RAM are left for experts, not the {_mib(plan.ram_slots)} of the plan:"
+                " more is read from the disk"]
     if held == wanted:
         return []
     return [f"only {_mib(tried.available_bytes or 0)} of VRAM are free: {_mib(held)} of weights are kept there, not the"

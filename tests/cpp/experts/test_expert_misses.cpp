@@ -112,8 +112,7 @@ TEST(ExpertMisses, OnlyWhatTheGpuCanReadIsFetched) {
     }
 }
 
-// Experts are fetched into slots of the cache while one is free or holds what is worth less, then into landing slots,
-// then over whatever may be overwritten, then not at all.
+// Experts are fetched into slots of the cache while any may be overwritten, then into landing slots, then not at all.
 TEST(ExpertMisses, OrdersWhatThereIsRoomFor) {
     Steps steps(layersOf(2, 16), 3, kBusOnly);
     const auto pool = steps.world.slots->pools().at(0);
@@ -123,13 +122,10 @@ TEST(ExpertMisses, OrdersWhatThereIsRoomFor) {
     for (int pass = 0; pass < 2; ++pass) {
         steps.begin();
         const auto first = steps.layer(0, chosen), second = steps.layer(1, chosen);
-        // The three experts that the first layer fetched are worth as much as those that would replace them. In the
-        // second pass all slots have experts of the second layer, which will still want them.
+        // The three experts that the first pass fetched are worth as much as those that would replace them.
         EXPECT_EQ(first.demanded, pass == 0 ? 3 + pool.landing : pool.landing);
-        EXPECT_EQ(second.demanded, pass == 0 ? pool.landing + 3 : pool.landing)
-            << "each layer hands the landing slots out again";
-        for (int32_t i = 0; i < second.demanded; ++i)
-            EXPECT_EQ(second.fetch[i].slot >= pool.capacity, i < pool.landing) << i;
+        EXPECT_EQ(second.demanded, pool.landing) << "each layer hands the landing slots out again";
+        for (int32_t i = 0; i < second.demanded; ++i) EXPECT_GE(second.fetch[i].slot, pool.capacity);
     }
 }
 

@@ -196,6 +196,22 @@ TEST(ExpertSlots, LandingPlacesLeaveASmallCacheMostOfIt) {
     }
 }
 
+TEST(ExpertSlots, LargeCachesHaveLandingPlacesForManyRows) {
+    DeviceLayout layout;
+    layout.bytes = [](const Matrix&) { return size_t{4096}; };
+    for (const auto& [slots, landing] : std::vector<std::pair<int32_t, int32_t>>{
+             {1000, 8}, {1727, 8}, {1728, 9}, {4000, 20}, {12287, 63}, {12288, 64}, {13000, 64}}) {
+        FakeDevice device(size_t{1} << 30);
+        Allocator allocator(device);
+        ExpertSlotManager world(allocator, layout);
+        const MatrixStack stack{{DType::F32, 1, 32, nullptr}, 128, 14000};
+        world.addLayer({stack, stack, stack});
+        world.take(static_cast<size_t>(slots) * 3 * 4096, nullptr);
+        EXPECT_EQ(world.pools()[0].landing, landing) << slots;
+        EXPECT_EQ(world.pools()[0].capacity, slots - landing);
+    }
+}
+
 TEST(ExpertSlots, TakeNothingWhereMemoryIsShort) {
     const size_t budget = World(layersOf(3)).budgetFor(20);
     for (int fail = 0; fail < 3; ++fail) {

@@ -38,13 +38,11 @@ public:
     void used(const Expert& e) { _policy.used(number(e)); }
     bool isAt(const Expert& e) const { return _slotOf.count(e) > 0; }
     int32_t slotOf(const Expert& e) const { return isAt(e) ? _slotOf.at(e) : -1; }
-    // The expert that it would replace, {-1, -1} if a slot is free; nothing if it gets no slot. anyway: even if what it
-    // replaces is worth more.
-    std::optional<Expert> wouldReplace(const Expert& e, bool anyway = false) const {
+    // The expert that it would replace, {-1, -1} if a slot is free; nothing if it gets no slot.
+    std::optional<Expert> wouldReplace(const Expert& e) const {
         if (!_free.empty()) return Expert{-1, -1};
         const int32_t victim = _policy.victim([&](int32_t x) { return mayLeave({x / _experts, x % _experts}); });
-        if (victim < 0) return std::nullopt;
-        if (!anyway && _policy.frequency(number(e)) <= _policy.frequency(victim)) return std::nullopt;
+        if (victim < 0 || _policy.frequency(number(e)) <= _policy.frequency(victim)) return std::nullopt;
         return Expert{victim / _experts, victim % _experts};
     }
     void leave(const Expert& e) {
@@ -186,14 +184,14 @@ private:
     }
     int32_t demand(const Expert& e, int32_t& landed) {
         const auto place = _slots.getOrLoad(e.first, e.second);
-        if (keeps(e, place)) return place->slot;
-        if (landed < _slots.pools()[0].landing) {
-            EXPECT_TRUE(place && place->fill && place->slot == _capacity + landed) << "a landing slot was free";
-            ++landed;
+        if (!keeps(e, place)) {
+            if (!place) {
+                EXPECT_EQ(landed, _slots.pools()[0].landing) << "a landing slot was free";
+                return -1;
+            }
+            EXPECT_EQ(place->slot, _capacity + landed++);
+            EXPECT_TRUE(place->fill);
             _world.write(e.first, e.second, place->slot);
-        } else if (!keeps(e, place, true)) {
-            EXPECT_FALSE(place);
-            return -1;
         }
         return place->slot;
     }
@@ -208,11 +206,11 @@ private:
             ASSERT_FALSE(place);
         }
     }
-    // Whether it has a slot to keep now, worth it or not (anyway); the model then gives it one too.
-    bool keeps(const Expert& e, const std::optional<ExpertSlotManager::Place>& place, bool anyway = false) {
-        const auto replaced = isOnTheWay(e) ? std::nullopt : _plain.wouldReplace(e, anyway);
+    // Whether it has a slot to keep now; the model then gives it one too.
+    bool keeps(const Expert& e, const std::optional<ExpertSlotManager::Place>& place) {
+        const auto replaced = isOnTheWay(e) ? std::nullopt : _plain.wouldReplace(e);
         if (!replaced) return false;
-        EXPECT_TRUE(place && place->fill && place->slot < _capacity) << "it has a slot to keep";
+        EXPECT_TRUE(place && place->fill && place->slot < _capacity) << "it is worth a slot";
         replace(*replaced, place->slot);
         _plain.come(e, place->slot, true);
         EXPECT_EQ(_slots.tryGet(e.first, e.second), place->slot);

@@ -14,6 +14,7 @@ import pytest
 from fake_weights import GIB, MIB, FakeWeights, plain_machine, set_gpu, stats_of  # noqa: F401 - a fixture
 from planning import plan_command, plan_of, refused
 
+from sharpi import _core
 from sharpi.errors import OutOfMemoryError
 from sharpi.loading.opening import engine_options
 from sharpi.planning.placement import Inventory, Placed
@@ -308,6 +309,43 @@ def test_slots_in_ram_never_grow_and_may_go(monkeypatch: pytest.MonkeyPatch) -> 
     set_free(monkeypatch, GIB)
     made = Loading(model, vram_for(model, 6)).run(plan)
     assert (made.ram_slots, made.ram_pools, made.ram_hit_rate, made.reads_disk) == (0, (), None, False)
+
+
+def test_less_ram_than_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VRAM stays as it was planned."""
+    model = FakeWeights(**MOE)
+    set_free(monkeypatch, 30 * MIB)
+    plan = planned(model, None)
+    said: list[str] = []
+
+    class Short(Loading):
+        def __call__(self, tried: Plan) -> str:
+            if tried.ram_slots > 15 * MIB:
+                set_free(monkeypatch, 18 * MIB)  # what it was when there turned out to be too little
+                error = OutOfMemoryError("no RAM")
+                error.available, error.wanted = self._capacity, self._capacity - 1
+                raise error
+            return super().__call__(tried)
+
+        def run(self, tried: Plan) -> Plan:
+            load: Callable[[Plan], str] = self
+            _, made, notes = load_planned(tried, self._model, self._model, None, load)  # type: ignore[arg-type]
+            said.extend(notes)
+            return made
+
+    made = Short(model, GIB).run(plan)
+    assert made.ram_slots == left(18 * MIB) - EMBEDDING < 15 * MIB < plan.ram_slots
+    assert (made.homes, made.expert_slots) == (plan.homes, plan.expert_slots)
+    assert said == [f"only {made.ram_slots >> 20} MiB of RAM are left for experts, not the {plan.ram_slots >> 20} MiB"
+                    " of the plan: more is read from the disk"]
+
+
+def test_slots_in_ram_are_no_larger_than_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SHARPI_RAM_GB promises RAM that is taken when it comes, and slots are taken at once."""
+    model = FakeWeights(**MOE)
+    set_free(monkeypatch, 30 * MIB)
+    monkeypatch.setattr(_core, "free_ram", lambda: 20 * MIB)
+    assert planned(model, None).ram_slots == 20 * MIB - 20 * MIB // 8 - 30 * MIB // 16 - EMBEDDING
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

@@ -127,6 +127,50 @@ TEST_F(CudaDisk, AnInterruptedTextLeavesTheLevelsUsable) {
     }
 }
 
+// A prompt goes through the model, then through the prediction layer, in passes of their own: each gives room in RAM to
+// the experts that it reads, and to no others, which would seem to be there.
+TEST_F(CudaDisk, ThePredictionLayerDraftsWhatAResidentOneDoes) {
+    tiny::Options tiny;
+    tiny.architecture = "glm4moe";
+    tiny.predictions = 1;
+    const tiny::Model model(tiny);
+    const auto text = tokens(100, tiny.vocab);
+    const auto write = [&](const std::shared_ptr<Engine>& engine, DraftCounts& counts) {
+        Session session(engine);
+        SamplingParams greedy;
+        greedy.temperature = 0;
+        session.start(text, greedy, nullptr, {DraftOptions::Source::Prediction, 2});
+        std::vector<int32_t> made;
+        for (int i = 0; i < 40; ++i) made.push_back(session.next().value_or(-1));
+        counts = session.draftCounts();
+        return made;
+    };
+    const auto roomy = [](EngineOptions o) {
+        o = exact(o);
+        o.sequences = 2 * kMostDraftRows;
+        return o;
+    };
+    DraftCounts expected, counts;
+    const auto made = write(load(model, roomy(options(true))), expected);
+    ASSERT_GT(expected.drafted, 0);
+    const size_t all = bytesOfAllExperts(model);
+    for (const size_t vram : {size_t{0}, all / 3}) {
+        const auto engine = load(model, roomy(onDisk(model, vram, 8 * all)));
+        if (vram == 0) {
+            uint64_t ofExperts = 0;
+            for (const TensorInfo& tensor : model.tensors) ofExperts += isStack(tensor) ? tensor.bytes : 0;
+            logits(engine, text, {});
+            EXPECT_EQ(engine->expertCounts().disk.bytes, ofExperts) << "each expert is read once";
+        }
+        for (int round = 0; round < 2; ++round) {
+            EXPECT_EQ(made, write(engine, counts));
+            EXPECT_EQ(expected.steps, counts.steps);
+            EXPECT_EQ(expected.drafted, counts.drafted);
+            EXPECT_EQ(expected.accepted, counts.accepted);
+        }
+    }
+}
+
 // What can no longer be read is an error of whoever needs it, in prompts and in steps; what is in VRAM and RAM stays.
 TEST_F(CudaDisk, AFileThatWasCutIsAnErrorAndTheModelGoesOn) {
     const tiny::Model model(someExperts());

@@ -71,7 +71,9 @@ TEST_F(PinnedMemoryTest, SingleBuffersOfAnySize) {
     for (const size_t bytes : {size_t{1}, size_t{4096}, size_t{4097}, size_t{2} << 20, (size_t{9} << 20) + 12345}) {
         auto* const memory = static_cast<uint8_t*>(pages.take(bytes));
         ASSERT_NE(memory, nullptr) << bytes;
-        EXPECT_EQ(reinterpret_cast<uintptr_t>(memory) % (size_t{2} << 20), 0u) << "a huge page's beginning";
+        if (bytes >= size_t{2} << 20) {
+            EXPECT_EQ(reinterpret_cast<uintptr_t>(memory) % (size_t{2} << 20), 0u) << "a huge page's beginning";
+        }
         EXPECT_TRUE(isPinned(memory));
         expectRead(memory, bytes);
         pages.give(memory, bytes);

@@ -103,7 +103,8 @@ inline std::vector<size_t> landingSlots(const ExpertSlotManager& slots, size_t b
     std::vector<size_t> made;
     for (const auto& pool : slots.pools()) {
         const size_t fit = std::min(budget, all) * static_cast<size_t>(pool.experts) / all;
-        made.push_back(std::clamp<size_t>(std::min(fit / 8, (size_t{64} << 20) / pool.slotBytes), 1, 8));
+        const size_t ofToken = std::min({size_t{8}, fit / 8, (size_t{64} << 20) / pool.slotBytes});
+        made.push_back(std::clamp<size_t>(std::max(ofToken, fit / 192), 1, 64));
     }
     return made;
 }
