@@ -25,6 +25,9 @@ from sharpi.planning.request import Request
 
 __all__ = ["BesideVram"]
 
+# Slots are locked, so the system can neither swap them out nor drop them: a part of the RAM stays for all else.
+_UNLOCKED = 16
+
 
 class BesideVram:
     """What a plan for the GPU has outside of VRAM."""
@@ -46,7 +49,8 @@ class BesideVram:
             return
         # Experts, those in VRAM included, and the other weights outside of VRAM exceed RAM: there is never room for all
         # experts.
-        room = left_for_weights(request, present_ram(request)) - sum(
+        present = present_ram(request)
+        room = min(left_for_weights(request, present), present - present // _UNLOCKED) - sum(
             _outside(placed) + placed.by_row for placed in placement if placed.kind != "experts")
         slots = SlotsInRam(request, batch)
         self._bytes = slots.fitting(room if most is None else min(room, most))

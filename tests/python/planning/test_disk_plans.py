@@ -82,6 +82,13 @@ def test_a_mixture_has_slots_in_ram_and_the_rest_is_read_from_the_disk(mixture: 
     assert almost.ram_slots and almost.disk_bytes_per_second == DISK, "a margin and copies leave too little"
 
 
+def test_a_part_of_the_ram_is_never_locked(mixture: Any) -> None:
+    """The system can take nothing of it back, and a margin of 1 GiB would be too little beside many GiB."""
+    ram = 16 * GIB + 150 * MIB
+    plan = planned(mixture, ram, spill_bytes=0)
+    assert plan.ram_slots == ram - ram // 16 - sum(placed.by_row for placed in plan.placement)
+
+
 def test_a_dense_model_beside_a_gpu_comes_through_the_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeWeights(layers=8)
     monkeypatch.setattr(FakeWeights, "paths", (), raising=False)
