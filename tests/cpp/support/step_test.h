@@ -23,6 +23,10 @@ SHARPI_APART void* operator new(size_t bytes) {
     if (void* p = std::malloc(bytes ? bytes : 1)) return p;
     throw std::bad_alloc();
 }
+SHARPI_APART void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
+    steptest::allocations.fetch_add(1, std::memory_order_relaxed);
+    return std::malloc(bytes ? bytes : 1);
+}
 SHARPI_APART void operator delete(void* p) noexcept { std::free(p); }
 SHARPI_APART void operator delete(void* p, size_t) noexcept { std::free(p); }
 
