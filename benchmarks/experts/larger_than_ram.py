@@ -41,9 +41,9 @@ def bytes_of(text: str) -> int:
     return parse_vram(text) or 0
 
 
-def read_bytes() -> int:
-    """What this process has read from disks."""
-    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+def read_bytes(process: int | str = "self") -> int:
+    """What a process has read from disks."""
+    lines = Path(f"/proc/{process}/io").read_text(encoding="ascii").splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("read_bytes")))
 
 
@@ -66,18 +66,15 @@ def drop(path: Path) -> None:
         Path("/proc/sys/vm/drop_caches").write_text("3", encoding="ascii")
 
 
-def free_bytes() -> int:
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
-
-
 def hold(left: int, held: Any) -> None:
     """Takes RAM until `left` bytes are free, and keeps it. A machine's RAM may grow meanwhile."""
+    from sharpi.machine.hardware import free_ram_bytes
+
     Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")  # if RAM runs out, this is what ends
     kept, step = [], 256 << 20
     waits = 0
     while waits < 10:
-        if free_bytes() < left + step:
+        if free_ram_bytes() < left + step:
             waits += 1
             time.sleep(0.2)
             continue
@@ -153,8 +150,7 @@ def llama_bench(words: str, path: Path, threads: int, count: int) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as program:
         while program.poll() is None:
             with contextlib.suppress(OSError, StopIteration):
-                lines = Path(f"/proc/{program.pid}/io").read_text(encoding="ascii").splitlines()
-                read = int(next(line.split()[1] for line in lines if line.startswith("read_bytes")))
+                read = read_bytes(program.pid)
             time.sleep(0.1)
         told = json.loads(program.communicate()[0] or "[]")
     for run in told:
@@ -176,6 +172,7 @@ def main() -> None:
     if not given.limit and not given.left:
         parser.error("say how much RAM there is to be: --limit or --left")
     from sharpi.machine.disk import disk_bytes_per_second
+    from sharpi.machine.hardware import free_ram_bytes
 
     for readers in (1, 16, 32):
         rate = disk_bytes_per_second(given.model, readers)
@@ -185,7 +182,7 @@ def main() -> None:
         held = context.Event()
         context.Process(target=hold, args=(given.left, held), daemon=True).start()
         held.wait()
-        print(f"{free_bytes() / 2**30:.1f} GiB of RAM are free", flush=True)
+        print(f"{free_ram_bytes() / 2**30:.1f} GiB of RAM are free", flush=True)
     options = {"device": given.device, **({"batch": 256} if given.device == "cpu" else {"vram": given.vram})}
     engines = [sharpi, llama_cpp] if importlib.util.find_spec("llama_cpp") else [sharpi]
     for engine in engines:

@@ -154,9 +154,8 @@ void RamExperts::await(int32_t expert, size_t which) {
 }
 
 // In turn, so that all layers get their part of the free slots.
-std::vector<std::vector<std::array<StreamOrigin, 3>>> RamExperts::originsOf(
-    const std::vector<std::vector<int32_t>>& wanted) {
-    std::vector<std::vector<std::array<StreamOrigin, 3>>> origins;
+RamExperts::Origins RamExperts::originsOf(const std::vector<std::vector<int32_t>>& wanted) {
+    Origins origins;
     size_t most = 0;
     for (const std::vector<int32_t>& experts : wanted) {
         origins.emplace_back(experts.size());

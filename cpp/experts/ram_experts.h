@@ -57,7 +57,8 @@ public:
 
     // After beginPass(): of each of these experts of all layers, its three matrices. wanted: by layer, ascending. Free
     // slots are given to some of them, layer by layer in turn. The caller reads to `keep` within the pass.
-    std::vector<std::vector<std::array<StreamOrigin, 3>>> originsOf(const std::vector<std::vector<int32_t>>& wanted);
+    using Origins = std::vector<std::vector<std::array<StreamOrigin, 3>>>;
+    Origins originsOf(const std::vector<std::vector<int32_t>>& wanted);
     // `rows` rows of a prompt chose this expert.
     void addUses(int32_t layer, int32_t expert, float rows) { _slots.addUses(layer, expert, rows); }
 

@@ -167,7 +167,7 @@ void CudaExpertCache::listMissing(bool draft, WeightStream& stream, const Device
     std::vector<std::vector<int32_t>> passed = missing;
     const auto model = passed.end() - _limits.predictionExperts;
     std::for_each(draft ? passed.begin() : model, draft ? model : passed.end(), [](auto& layer) { layer.clear(); });
-    const auto origins = _level ? _level->experts().originsOf(passed) : decltype(ram()->originsOf(passed))();
+    const RamExperts::Origins origins = _level ? _level->experts().originsOf(passed) : RamExperts::Origins();
     for (int32_t layer = 0; layer < _slots.layers(); ++layer) {
         const auto l = static_cast<size_t>(layer);
         const std::vector<int32_t>& groups = placer.stackGroups(layer);

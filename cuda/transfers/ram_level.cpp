@@ -13,13 +13,7 @@ RamLevel::RamLevel(const cuda::DeviceInfo& device, const std::vector<MappedFile>
 void RamLevel::take(const ExpertSlotManager& layers, size_t bytes) {
     for (int32_t layer = 0; layer < layers.layers(); ++layer) _slots.addLayer(layers.file(layer));
     _slots.take(bytes, nullptr);
-    if (_slots.bytes() == 0) return;
-    const uint8_t* begin = nullptr;
-    for (int32_t layer = 0; layer < _slots.layers(); ++layer) {
-        const uint8_t* const first = _slots.slots(layer).gate.first.data;
-        if (!begin || first < begin) begin = first;
-    }
-    _pinned.emplace(_device, const_cast<uint8_t*>(begin), _slots.bytes());
+    if (_slots.bytes() > 0) _pinned.emplace(_device, _slots.memory(), _slots.bytes());
 }
 
 size_t RamLevel::readAhead(const ExpertSlotManager& layers, const std::vector<std::pair<int32_t, int32_t>>& order,

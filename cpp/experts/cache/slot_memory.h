@@ -56,7 +56,8 @@ public:
     size_t expertBytes(int32_t layer) const;  // in the file
     int64_t capacity() const;                 // experts that all pools hold, landing slots not counted
     size_t bytes() const { return _memory.bytes(); }
-    std::vector<PoolShape> pools() const;  // in the order of their first layers
+    uint8_t* memory() const { return _memory.as<uint8_t>(); }  // of all slots; null if there are none
+    std::vector<PoolShape> pools() const;                      // in the order of their first layers
 
 protected:
     ~ExpertSlotMemory() = default;

@@ -74,7 +74,7 @@ TEST_F(CudaEngine, PrefillIsNear) {
                             expected = reference(prefill);
             if (!prefill.routers.empty()) {
                 EXPECT_TRUE(sameBits(logits(load(given, options(true, kv)), text, {}), prefill.logits))
-                    << "it depends on who reads its router logits";
+                    << "reading the router logits changes the answer";
             }
             // 1 % for each layer, since what rounding activations makes adds up, and 1 % for the output head. Twice
             // that if products by head round them to int8, as steps do.

@@ -117,14 +117,7 @@ TEST_F(CudaDisk, AnInterruptedTextLeavesTheLevelsUsable) {
     const auto text = tokens(60, model.options().vocab);
     const auto expected = logits(load(model, options(false)), text, {});
     const auto engine = load(model, onDisk(model, bytesOfAllExperts(model) / 4, bytesOfAllExperts(model) / 2));
-    for (const int pieces : {0, 1, 7, 30}) {
-        Session session(engine);
-        int asked = 0;
-        EXPECT_THROW(session.evaluate(text, RowKind::Decode, nullptr, oneByOne(60), [&] { return asked++ == pieces; }),
-                     Error);
-        session.reset();
-        EXPECT_TRUE(sameBits(expected, steps(session, text, smallChunks(60)))) << "after " << pieces;
-    }
+    expectUsableAfterInterruptions(engine, text, expected);
 }
 
 // A prompt goes through the model, then through the prediction layer, in passes of their own: each gives room in RAM to

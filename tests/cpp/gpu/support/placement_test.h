@@ -92,6 +92,20 @@ protected:
         engine->backend().recording()->setReplays(false);
         EXPECT_TRUE(sameBits(a.steps, steps(engine, a.text, smallChunks(100)))) << "launched";
     }
+    // A text of 60 tokens may be interrupted after any piece: the next one finds everything usable. expected: of the
+    // CPU.
+    void expectUsableAfterInterruptions(const std::shared_ptr<Engine>& engine, const std::vector<int32_t>& text,
+                                        const std::vector<float>& expected) {
+        for (const int pieces : {0, 1, 7, 30}) {
+            Session session(engine);
+            int asked = 0;
+            EXPECT_THROW(
+                session.evaluate(text, RowKind::Decode, nullptr, oneByOne(60), [&] { return asked++ == pieces; }),
+                Error);
+            session.reset();
+            EXPECT_TRUE(sameBits(expected, steps(session, text, smallChunks(60)))) << "after " << pieces;
+        }
+    }
     static uint64_t sum(const std::vector<uint64_t>& values) {
         return std::accumulate(values.begin(), values.end(), uint64_t{0});
     }

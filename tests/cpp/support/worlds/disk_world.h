@@ -53,7 +53,7 @@ public:
         ram.emplace(slots, *reader, nullptr);
     }
     std::string path() const { return _folder.path() + "/weights"; }
-    // Takes room for so many experts, landing slots not counted, if they are all alike.
+    // Takes slots for this many experts, besides the landing slots. All layers must have experts of the same size.
     void take(size_t experts) {
         size_t bytes = 0;
         for (const MatrixStack* stack : stacksOf(file[0]))
