@@ -39,7 +39,7 @@ public:
 
     int64_t decodeRows() const override { return std::min<int64_t>(_pass.limits.maxRows, GpuScratch::kMaxDecodeRows); }
     bool oneArithmetic() const override { return _pass.limits.prompt == PromptMode::Exact; }
-    int64_t promptStep() const override { return _pass.limits.deltaHeads && !oneArithmetic() ? kPromptTile : 1; }
+    int64_t promptStep() const override { return _pass.limits.recurrent() && !oneArithmetic() ? kPromptTile : 1; }
     void begin(const Batch& batch, const KvCache& kv) override;
     void region(Pass pass, const std::function<void()>& body) override { _recorder.run(pass, body); }
     Recording* recording() override { return &_recorder; }

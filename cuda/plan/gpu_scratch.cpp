@@ -61,7 +61,6 @@ GpuScratch::GpuScratch(const StepLimits& l)
     room.pages = (l.context + l.pageTokens - 1) / l.pageTokens;
     room.lists = l.pageLists;
     room.recurrent = l.recurrent();
-    room.stateTiles = l.deltaHeads > 0;
     room.drafts = l.drafts;
     room.captured = true;
     step = numbers(room);
@@ -199,9 +198,10 @@ void GpuScratch::takeFastMixer(const StepLimits& l) {
             takeHalves(fastRows * std::max({l.queryWidth, l.deltaWidth, l.mambaWidth}), _splitRows);
     }
     attendedFloats = _layout.floats(fastRows * std::max(l.gatedQueryWidth / 2, l.deltaWidth));
+    const int64_t tiles = batch.layout->stateTiles();
+    if (l.mambaHeads) mambaChunks = _layout.take(cuda::mambaChunkBytes(fastRows, tiles, mambaShape(l)));
     if (!l.deltaHeads) return;
     const cuda::DeltaShape shape = deltaShape(l);
-    const int64_t tiles = batch.layout->deltaTiles();
     keys = takeHalves(fastRows * 2 * shape.keyWidth(), true);
     deltaWindows = _layout.take(cuda::prepareDeltaBytes(tiles, shape));
     deltaChunks = _layout.take(cuda::deltaChunkBytes(fastRows, tiles, shape, true));

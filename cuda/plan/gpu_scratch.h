@@ -67,6 +67,7 @@ struct GpuScratch {
     size_t stateReaders = 0, stateReaderBytes = 0;  // of recurrent layers; zero between launches
     size_t deltaWindows = 0, deltaChunks = 0, grouping = 0;
     size_t mambaWindows = 0;  // of exact or of fast rows
+    size_t mambaChunks = 0;   // of fast rows
     size_t pairGroups = 0;    // of exact rows
     // If experts are in slots: the matrix of each pair, or -1; the guess at the next layer's choices; the CPU's orders.
     size_t slot = 0, orders = 0, foreseen = 0, foreseenWeight = 0;

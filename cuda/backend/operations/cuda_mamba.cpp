@@ -1,5 +1,5 @@
-// Mamba 2 on the GPU; see cuda_operations.h. Prompt rows go row after row like all others, so they have the same bits
-// in either mode, and fast rows of a sequence may begin anywhere.
+// Mamba 2 on the GPU; see cuda_operations.h. Exact rows go row after row. Fast rows go in tiles at absolute multiples of
+// cuda::kDeltaChunk positions.
 #include "backend/operations/cuda_operations.h"
 #include "core/contract.h"
 #include "kernels/delta/mamba.h"
@@ -31,10 +31,9 @@ void CudaOperations::mamba(const MambaCall& call, const RecurrentLayer& state, c
                                  _pass.floats(RowBuffer::MambaSteps) + row * shape.heads,
                                  _pass.floats(RowBuffer::MambaDecays) + row * shape.heads};
     };
-    const auto rowAfterRow = [&](const cuda::MambaInputs& in, const cuda::DeltaBatch& batch, int64_t longest) {
+    const auto prepare = [&](const cuda::MambaInputs& in, const cuda::DeltaBatch& batch, int64_t longest) {
         cuda::prepareMamba(_pass.stream, in, parameters, shape, states, batch, longest,
                            _pass.at<void>(_pass.layout->mambaWindows));
-        cuda::scanMamba(_pass.stream, in, parameters, shape, states, batch);
     };
     if (exact) {
         const cuda::MambaInputs in = inputsFrom(0);
@@ -46,13 +45,16 @@ void CudaOperations::mamba(const MambaCall& call, const RecurrentLayer& state, c
             cuda::stepMamba(_pass.stream, in, parameters, shape, states, view.exactStates,
                             _pass.at<uint32_t>(_pass.layout->stateReaders));
         } else {
-            rowAfterRow(in, view.exactStates, view.mostExact);
+            prepare(in, view.exactStates, view.mostExact);
+            cuda::scanMamba(_pass.stream, in, parameters, shape, states, view.exactStates);
         }
         cuda::normMamba(_pass.stream, in.gate, parameters, shape, exact, out);
     }
     if (fast) {
         const cuda::MambaInputs in = inputsFrom(exact);
-        rowAfterRow(in, view.fastStates, view.mostFast);
+        prepare(in, view.fastStates, view.mostFast);
+        cuda::scanMambaInChunks(_pass.stream, in, parameters, shape, states, view.fastStates, view.deltaTiles,
+                                _pass.at<void>(_pass.layout->mambaChunks));
         cuda::normMamba(_pass.stream, in.gate, parameters, shape, fast, {nullptr, {}, attended.fast});
     }
 }

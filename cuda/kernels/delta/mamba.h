@@ -54,6 +54,14 @@ void prepareMamba(Stream& stream, const MambaInputs& in, const MambaParameters& 
 void scanMamba(Stream& stream, const MambaInputs& in, const MambaParameters& parameters, const MambaShape& shape,
                const DeltaStates& states, const DeltaBatch& batch);
 
+// scanMamba for many rows, on tensor cores. tiles: up to kDeltaChunk rows each; a state is kept only after the last row
+// of a tile. Products are in split form: the error of answers and states is at most 5e-5 of the largest number of their
+// head. scratch: mambaChunkBytes, 256-byte aligned. A device with too little shared memory goes row after row instead.
+size_t mambaChunkBytes(int64_t rows, int64_t tiles, const MambaShape& shape);
+void scanMambaInChunks(Stream& stream, const MambaInputs& in, const MambaParameters& parameters,
+                       const MambaShape& shape, const DeltaStates& states, const DeltaBatch& batch,
+                       const RowRanges& tiles, void* scratch);
+
 // The norm of each group of heads of x [rows, width], in the requested forms; x itself if there is no norm. If a group
 // is no multiple of 32 elements, int8 forms of its norm are made from out.floats, which must then be requested too.
 // out.floats may be x.

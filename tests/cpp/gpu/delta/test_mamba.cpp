@@ -1,5 +1,5 @@
-// Mamba 2 on the GPU, bit for bit against the CPU's kernels: in one launch for few rows and row after row for many,
-// with any number of sequences, from and to any states.
+// Mamba 2 on the GPU: in one launch for few rows and row after row for many bit for bit against the CPU's kernels, in
+// chunks against double precision; with any number of sequences, from and to any states.
 #include "core/rules/mamba.h"
 #include "delta_test.h"
 #include "kernels/delta/mamba.h"
@@ -37,6 +37,32 @@ struct MambaWorld {
         cpu::kernels().gatedActivation({}, {gate.data(), out.data()}, static_cast<int64_t>(gate.size()));
     }
 
+    // The scan alone, in double precision: what becomes of `gate` and of matrixStates. mixed, steps and decays are what
+    // prepareMamba makes of them.
+    std::vector<double> scanInDouble(std::vector<double>& states) const {
+        std::vector<double> y(gate.size());
+        states.assign(matrixStates.begin(), matrixStates.end());
+        const int64_t matrix = int64_t{shape.stateDim} * shape.headDim;
+        for (int32_t h = 0; h < shape.heads; ++h) {
+            int64_t row = 0;
+            for (const Part& part : parts) {
+                std::vector<double> state(static_cast<size_t>(matrix), 0.0);
+                if (part.from >= 0)
+                    state.assign(&matrixStates[part.from * shape.matrixFloats() + h * matrix],
+                                 &matrixStates[part.from * shape.matrixFloats() + h * matrix] + matrix);
+                auto kept = part.kept.begin();
+                for (int64_t t = 0; t < part.rows(); ++t, ++row) {
+                    scanRow(row, h, state, &y[row * shape.width() + int64_t{h} * shape.headDim]);
+                    if (t + 1 != kept->first) continue;
+                    std::copy(state.begin(), state.end(),
+                              states.begin() + kept->second * shape.matrixFloats() + h * matrix);
+                    ++kept;
+                }
+            }
+        }
+        return y;
+    }
+
     std::vector<float> normed() const {
         std::vector<float> y = gate;
         const int64_t group = shape.width() / shape.groups;
@@ -48,6 +74,23 @@ struct MambaWorld {
     }
 
 private:
+    void scanRow(int64_t row, int32_t head, std::vector<double>& state, double* y) const {
+        const float *
+            x = &mixed[row * shape.channels() + int64_t{head} * shape.headDim],
+           *b = &mixed[row * shape.channels() + shape.width() + int64_t{head / shape.headsPerGroup()} * shape.stateDim],
+           *c = b + int64_t{shape.groups} * shape.stateDim;
+        const double decay = decays[row * shape.heads + head], step = steps[row * shape.heads + head];
+        for (int32_t p = 0; p < shape.headDim; ++p) {
+            double sum = double{skip[head]} * x[p];
+            for (int32_t n = 0; n < shape.stateDim; ++n) {
+                double& element = state[int64_t{n} * shape.headDim + p];
+                element = element * decay + step * x[p] * b[n];
+                sum += element * c[n];
+            }
+            const double g = gate[row * shape.width() + int64_t{head} * shape.headDim + p];
+            y[p] = sum * g / (1.0 + std::exp(-g));
+        }
+    }
     void convolve(int64_t row, int64_t count, int32_t entry, int32_t next) {
         cpu::ConvArgs args;
         args.x = &mixed[row * shape.channels()];
@@ -361,6 +404,96 @@ TEST_F(Mamba, StepsLayerAfterLayerInPlace) {
             expectSame(worlds[layer], *devices[layer], "pass " + std::to_string(pass));
         }
     }
+}
+
+// Each sequence's rows, cut wherever a state is kept, and otherwise at random or after 64 rows; in any order.
+std::vector<std::pair<int32_t, int32_t>> tilesOf(const PartRows& list, std::mt19937& random, bool whole) {
+    std::vector<std::pair<int32_t, int32_t>> ranges = {{0, 0}};
+    for (size_t s = 0; s < list.begin.size(); ++s) {
+        for (int32_t at = list.begin[s]; at < list.end[s];) {
+            const int32_t most = whole ? kDeltaChunk : 1 + static_cast<int32_t>(random() % kDeltaChunk);
+            int32_t until = std::min(list.end[s], at + most);
+            for (int32_t t = at; t < until; ++t)
+                if (list.to[static_cast<size_t>(t)] >= 0) until = t + 1;
+            ranges.emplace_back(at, until);
+            at = until;
+        }
+    }
+    std::shuffle(ranges.begin(), ranges.end(), random);
+    return ranges;
+}
+
+class MambaChunks : public Mamba {
+protected:
+    // Begins with what prepareMamba made. decays: of the first heads, if they are not as they come.
+    void compare(const MambaShape& shape, const std::vector<Part>& parts, bool whole,
+                 const std::vector<float>& decays = {}) {
+        MambaWorld w = world(shape, parts);
+        for (size_t i = 0; i < w.steps.size(); ++i) {
+            const size_t head = i % static_cast<size_t>(shape.heads);
+            w.steps[i] = mambaStep(w.steps[i], w.stepBias[head]);
+            w.decays[i] = head < decays.size() ? decays[head] : mambaDecay(w.steps[i], w.rate[head]);
+        }
+        std::vector<int32_t> begins, ends;
+        for (const auto& [first, last] : tilesOf(w.list, random(), whole))
+            begins.push_back(first), ends.push_back(last);
+        const DeviceArray<int32_t> begin(begins), end(ends);
+        const auto count = static_cast<int64_t>(begins.size());
+        const DeviceMamba device(w);
+        // What is not written must not matter.
+        const DeviceArray<uint8_t> scratch(
+            std::vector<uint8_t>(mambaChunkBytes(w.list.rows, count, shape), uint8_t{0xff}));
+        scanMambaInChunks(stream(), device.inputs, device.parameters, shape, device.states, device.batch,
+                          {begin.get(), end.get(), count}, scratch.get());
+        std::vector<double> states;
+        const std::vector<double> expected = w.scanInDouble(states);
+        const std::string what = nameOf(w) + (whole ? ", whole tiles" : ", tiles cut anywhere");
+        expectNear(expected, device.gate.read(), shape, shape.headDim, what);
+        expectNear(states, device.matrixStates.read(), shape, int64_t{shape.stateDim} * shape.headDim,
+                   what + ", states");
+        EXPECT_TRUE(sameBits(w.mixed, device.mixed.read())) << what;
+    }
+
+private:
+    // Relative to the largest number of the same head; numbers are [.., heads, group].
+    void expectNear(const std::vector<double>& expected, const std::vector<float>& got, const MambaShape& shape,
+                    int64_t group, const std::string& what) {
+        for (int64_t head = 0; head < shape.heads; ++head) {
+            double largest = 1e-30, difference = 0;
+            for (size_t i = 0; i < expected.size(); ++i) {
+                if (static_cast<int64_t>(i) / group % shape.heads != head) continue;
+                if (std::isnan(expected[i]) && std::isnan(got[i])) continue;  // an entry that is not used
+                largest = std::max(largest, std::abs(expected[i]));
+                const double d = std::abs(expected[i] - got[i]);
+                difference = std::isnan(d) ? INFINITY : std::max(difference, d);
+            }
+            worst = std::max(worst, difference / largest);
+            EXPECT_LT(difference / largest, 5e-5) << what << ", head " << head;
+        }
+    }
+
+protected:
+    double worst = 0;
+};
+
+TEST_F(MambaChunks, AreNearDoublePrecision) {
+    const std::vector<Part> one = {{2, {{130, 2}}}};
+    for (const MambaShape& shape : kShapes) {
+        if (shape.heads > 8) continue;
+        compare(shape, kTiledParts, true);
+        compare(shape, kTiledParts, false);
+        compare(shape, one, true);
+    }
+    compare({16, 1, 64, 128, 4}, one, true);
+    // Enough heads that a block takes more columns of each.
+    compare({68, 4, 64, 128, 4}, one, true);
+}
+
+// Heads that forget everything at each row, nearly everything, nearly nothing and nothing, and one without numbers
+// between.
+TEST_F(MambaChunks, AreNearWithAnyDecays) {
+    for (const bool whole : {true, false})
+        compare({6, 2, 16, 24, 4}, kTiledParts, whole, {0.0f, 1e-30f, 1.0f, 0.9999f, 1e-4f});
 }
 
 // Every form must be what convertRows, which has its own tests, makes of the CPU's floats.

@@ -1,0 +1,581 @@
+// Mamba 2's scan for many rows, a chunk of up to 64 at a time, on tensor cores (the SSD form of Dao & Gu, 2024,
+// "Transformers are SSMs").
+//
+// A chunk has rows 0 .. C - 1, state S [lines, columns] before it, decays a and steps b. Let
+// ratio(t, s) = a[s + 1] * .. * a[t] and gain(t) = a[0] * .. * a[t]. With B and C of the head's group and
+// d[s] = b[s] x[s]:
+//   y[t] = gain(t) S' C[t] + sum over s <= t of ratio(t, s) (C[t] . B[s]) d[s] + skip x[t]
+//   S    = gain(C - 1) S + sum over s of ratio(C - 1, s) B[s] d[s]'
+//
+// There are two launches. The first needs no state and takes all chunks at once. For each group it makes the halves of
+// B and C and the products C[t] . B[s], once for all heads of the group; for each head the tables that ratios are made
+// from. Ratios are products, not quotients or differences of logarithms, so that they stay exact if a decay is close to
+// zero. Rows t and s < t lie in neighbouring blocks of 2^l rows, where l is the highest bit in which t and s differ. So
+// ratio(t, s) is the product of the decays from the beginning of t's block to t, and of those after s to the end of
+// s's block: one multiplication of two numbers from tables of 64 for each l.
+//
+// The second launch goes through a sequence's chunks, like that of the delta rule (gated_delta_chunks.cu). Two warps
+// have 16 columns of a head's state in registers, transposed, each half of the lines. They add up their parts of S' C
+// through shared memory, once for each chunk. All else of the next chunk is copied to shared memory while this chunk is
+// computed, if a device has room for two chunks. The weights of d take the place of the products. Gates are read at a
+// chunk's beginning, to be there at its end.
+//
+// All products are in split form: every operand is the sum of two 16-bit numbers, and a product is hi hi + hi lo +
+// lo hi, which keeps about 16 bits of each factor. Sums and state are floats.
+#include "kernels/delta/gated_delta.cuh"
+#include "kernels/delta/gated_delta_chunks.cuh"
+#include "kernels/delta/mamba.h"
+
+namespace sharpi::cuda {
+
+namespace {
+
+constexpr int kLevels = 7;                          // blocks of 1, 2, .. 64 rows
+constexpr int kTableRows = 2 * kLevels + 1;         // prefixes and suffixes of each level, and the steps
+constexpr int kTableFloats = kTableRows * kChunk;   // of a head
+constexpr int kProductBytes = kChunk * kChunk * 4;  // of a group
+constexpr int kFirstThreads = 256, kFirstHeads = kFirstThreads / 32;
+constexpr int kConvertedPairs = 8;  // pairs of floats that a thread of the first kernel loads together
+
+// kDim: stateDim, padded with zeros to 64, 128 or 256.
+template <int kDim_> struct MambaChunks {
+    static constexpr int kDim = kDim_;
+    static constexpr int kRowBytes = 2 * kDim;
+    static constexpr int kTileBytes = kChunk * kRowBytes;  // B or C of a chunk, hi or lo
+    // What the first kernel leaves for each chunk of a group: B and C, the low halves behind the high ones; products.
+    static constexpr int kGroupBytes = 4 * kTileBytes + kProductBytes;
+};
+
+// kGroups: groups of 16 columns of a state for each block. kStages: chunks in shared memory.
+template <int kDim, int kGroups_, int kStages_> struct ScanChunks : MambaChunks<kDim> {
+    using Base = MambaChunks<kDim>;
+    static constexpr int kGroups = kGroups_, kStages = kStages_;
+    static constexpr int kColumns = 16 * kGroups;
+    static constexpr int kPitch = kColumns + 4;  // floats of a row of x; a quad of lanes reads rows in different banks
+    static constexpr int kLines = kDim / 2;      // of a warp
+    static constexpr int kThreads = kGroups * 2 * 32;
+    static constexpr int kTablesAt = Base::kGroupBytes;
+    static constexpr int kInputsAt = kTablesAt + kTableFloats * 4;
+    static constexpr int kStageBytes = kInputsAt + kChunk * kPitch * 4;
+    // What a warp passes to its partner: its part of the partner's rows, a quad for each lane and eight of these.
+    static constexpr int kOwnTiles = kChunk / 8 / 2;
+    static constexpr int kSharedAt = kStages * kStageBytes;
+    static constexpr int kScanBytes = kSharedAt + kThreads * kOwnTiles * 16;
+};
+
+struct MambaChunkWork {
+    MambaInputs in;
+    const float* skip;
+    MambaShape shape;
+    float* states;
+    const int32_t *from, *to;
+    RowRanges sequences, tiles;
+    int2* tileAt;     // [rows]: at the row where a tile begins, its number and its end
+    float* tables;    // [tiles, heads, kTableFloats]
+    uint8_t* groups;  // [tiles, groups, kGroupBytes]
+};
+
+// The place of the product of rows t and s: the first four of eight neighbours lie in the first half of a row, so that
+// the high and low halves of all eight fit into the same 16 bytes twice.
+__device__ __forceinline__ int productAt(int t, int s) {
+    return t * kChunk + (s & 4) * (kChunk / 8) + s / 8 * 4 + (s & 3);
+}
+
+// --- the first kernel ------------------------------------------------------------------------------------------------
+
+// Converts B (if kIsC, C) of a chunk into halves, in shared memory and where the second kernel finds them.
+template <class C, bool kIsC>
+__device__ __forceinline__ void convertGroup(const MambaChunkWork& work, int group, int64_t begin, int count,
+                                             uint8_t* tile, uint8_t* left) {
+    constexpr int kRowPairs = C::kDim / 2;
+    static_assert(kChunk * kRowPairs % (kFirstThreads * kConvertedPairs) == 0, "whole rounds");
+    const MambaShape& shape = work.shape;
+    const int channels = static_cast<int>(shape.channels());
+    const float* from =
+        work.in.mixed + begin * channels + shape.width() + int64_t{(kIsC ? shape.groups : 0) + group} * shape.stateDim;
+    const auto placeOf = [](int i) { return int2{i / kRowPairs, i % kRowPairs * 2}; };
+#pragma unroll 1
+    for (int first = threadIdx.x; first < kChunk * kRowPairs; first += kFirstThreads * kConvertedPairs) {
+        float2 x[kConvertedPairs];
+#pragma unroll
+        for (int k = 0; k < kConvertedPairs; k++) {
+            const auto [row, n] = placeOf(first + k * kFirstThreads);
+            x[k].x = row < count && n < shape.stateDim ? from[row * channels + n] : 0.0f;
+            x[k].y = row < count && n + 1 < shape.stateDim ? from[row * channels + n + 1] : 0.0f;
+        }
+#pragma unroll
+        for (int k = 0; k < kConvertedPairs; k++) {
+            const auto [row, n] = placeOf(first + k * kFirstThreads);
+            storePair<true>(tile + chunkAt<C::kRowBytes>(row, n / 8) + n % 8 * 2, C::kTileBytes, x[k].x, x[k].y);
+            storePair<true>(left + (row * C::kDim + n) * 2, C::kTileBytes, x[k].x, x[k].y);
+        }
+    }
+}
+
+// Each two warps make 16 rows of the products, up to the diagonal's block, with every other 16 columns.
+template <class C> __device__ __forceinline__ void multiplyGroup(uint32_t b, uint32_t c, float* products) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, odd = warp & 1, row = warp / 2 * 16;
+    const int pairs = (row / 16 + 2 - odd) / 2;
+    float sums[4][4] = {};
+#pragma unroll
+    for (int column = 0; column < C::kDim; column += 16) {
+        uint32_t aHi[4], aLo[4];
+        loadLeft<C::kRowBytes>(aHi, c, row, column);
+        loadLeft<C::kRowBytes>(aLo, c + C::kTileBytes, row, column);
+        const auto load = [&](uint32_t (&right)[4], uint32_t tile, int p) {
+            loadRight<C::kRowBytes>(right, tile, (2 * p + odd) * 16, column);
+        };
+        multiplyPairs<true, 0, 2>(sums, pairs, aHi, aLo, b, C::kTileBytes, load);
+    }
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        if (n / 2 >= pairs) break;
+        const int t = row + lane / 4, s = (2 * (n / 2) + odd) * 16 + n % 2 * 8 + lane % 4 * 2;
+        *reinterpret_cast<float2*>(products + productAt(t, s)) = {sums[n][0], sums[n][1]};
+        *reinterpret_cast<float2*>(products + productAt(t + 8, s)) = {sums[n][2], sums[n][3]};
+    }
+}
+
+// A warp makes a head's tables. Rows past the end of the chunk have decays of 1 and steps of 0.
+__device__ __forceinline__ void makeTables(const MambaChunkWork& work, int head, int64_t begin, int count,
+                                           float* table) {
+    const int lane = threadIdx.x & 31;
+    float prefix[2], suffix[2] = {1.0f, 1.0f};
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int t = lane + half * 32;
+        const int64_t at = (begin + t) * work.shape.heads + head;
+        prefix[half] = t < count ? work.in.decays[at] : 1.0f;
+        table[2 * kLevels * kChunk + t] = t < count ? work.in.steps[at] : 0.0f;
+    }
+    const auto store = [&](int level) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            table[level * kChunk + lane + half * 32] = prefix[half];
+            table[(kLevels + level) * kChunk + lane + half * 32] = suffix[half];
+        }
+    };
+    store(0);
+#pragma unroll
+    for (int level = 0; level < 5; level++) {
+        // Two blocks become one: the last prefixes of either are the products of all its decays.
+        const int first = lane >> (level + 1) << (level + 1), middle = first + (1 << level), size = 2 << level;
+        const bool upper = lane >= middle;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float lowest = __shfl_sync(kWholeWarp, prefix[half], middle - 1),
+                        highest = __shfl_sync(kWholeWarp, prefix[half], first + size - 1);
+            if (upper) prefix[half] *= lowest;
+            else suffix[half] *= highest;
+        }
+        store(level + 1);
+    }
+    const float lowest = __shfl_sync(kWholeWarp, prefix[0], 31), highest = __shfl_sync(kWholeWarp, prefix[1], 31);
+    prefix[1] *= lowest, suffix[0] *= highest;
+    store(6);
+}
+
+// Chunk blockIdx.y. The first blocks take a group each, the others kFirstHeads heads.
+template <class C> __global__ void __launch_bounds__(kFirstThreads) mambaProductsKernel(const MambaChunkWork work) {
+    extern __shared__ __align__(128) uint8_t memory[];
+    allowNext();
+    waitForPrevious();
+    const int64_t begin = work.tiles.begin[blockIdx.y], end = work.tiles.end[blockIdx.y];
+    if (begin >= end) return;
+    const int count = static_cast<int>(end - begin), groups = work.shape.groups, heads = work.shape.heads;
+    if (blockIdx.x == 0 && threadIdx.x == 0) work.tileAt[begin] = {static_cast<int>(blockIdx.y), static_cast<int>(end)};
+    const int group = blockIdx.x;
+    if (group >= groups) {
+        const int head = (group - groups) * kFirstHeads + static_cast<int>(threadIdx.x >> 5);
+        if (head < heads)
+            makeTables(work, head, begin, count, work.tables + (int64_t{blockIdx.y} * heads + head) * kTableFloats);
+        return;
+    }
+    uint8_t* left = work.groups + (int64_t{blockIdx.y} * groups + group) * C::kGroupBytes;
+    convertGroup<C, false>(work, group, begin, count, memory, left);
+    convertGroup<C, true>(work, group, begin, count, memory + 2 * C::kTileBytes, left + 2 * C::kTileBytes);
+    __syncthreads();
+    const uint32_t b = sharedAddress(memory);
+    multiplyGroup<C>(b, b + 2 * C::kTileBytes, reinterpret_cast<float*>(left + 4 * C::kTileBytes));
+}
+
+// --- the second kernel -----------------------------------------------------------------------------------------------
+
+struct ScanTile {
+    int64_t begin, end;
+    int index;
+
+    __device__ __forceinline__ ScanTile(const MambaChunkWork& work, int64_t first) : begin(first) {
+        const int2 at = work.tileAt[first];
+        index = at.x;
+        end = at.y;
+    }
+    __device__ __forceinline__ int count() const { return static_cast<int>(end - begin); }
+};
+
+// A chunk in shared memory.
+template <class C> struct ScanStage {
+    uint8_t* memory;
+    uint32_t b, c, weights;
+    const float *prefix, *suffix, *step;
+    float* x;  // [kChunk, kPitch]
+
+    __device__ __forceinline__ explicit ScanStage(uint8_t* at)
+        : memory(at),
+          b(sharedAddress(at)),
+          c(b + 2 * C::kTileBytes),
+          weights(b + 4 * C::kTileBytes),
+          prefix(reinterpret_cast<const float*>(at + C::kTablesAt)),
+          suffix(prefix + kLevels * kChunk),
+          step(suffix + kLevels * kChunk),
+          x(reinterpret_cast<float*>(at + C::kInputsAt)) {}
+
+    // The products of the decays up to row t, and of those after row s.
+    __device__ __forceinline__ const float* gain() const { return prefix + (kLevels - 1) * kChunk; }
+    __device__ __forceinline__ const float* last() const { return suffix + (kLevels - 1) * kChunk; }
+
+    // Starts the copies of a chunk, as one group.
+    __device__ __forceinline__ void copy(const MambaChunkWork& work, const ScanTile& tile) const {
+        const MambaShape& shape = work.shape;
+        const int head = blockIdx.x;
+        const uint8_t* left =
+            work.groups + (int64_t{tile.index} * shape.groups + head / shape.headsPerGroup()) * C::kGroupBytes;
+        copyRows<C::kThreads, C::kRowBytes, 4 * kChunk>(b, left);
+        copyRows<C::kThreads, 4 * kChunk, kChunk>(weights, left + 4 * C::kTileBytes);
+        const float* tables = work.tables + (int64_t{tile.index} * shape.heads + head) * kTableFloats;
+        for (int i = threadIdx.x; i < kTableFloats / 4; i += C::kThreads)
+            copyChunk(b + C::kTablesAt + i * 16, tables + i * 4, true);
+        copyInputs(shape, work.in.mixed + tile.begin * shape.channels() + head * shape.headDim, tile.count());
+        closeCopies();
+    }
+
+    // Replaces the products by the weights of d, up to the diagonal's blocks of 16 x 16. A thread has a row of eight:
+    // those of a warp are in 32 rows, so they are in different banks.
+    __device__ __forceinline__ void makeWeights() const {
+#pragma unroll
+        for (int first = 0; first < kChunk * kChunk / 8; first += C::kThreads) {
+            const int i = first + static_cast<int>(threadIdx.x), t = i % kChunk, eight = i / kChunk;
+            if (eight > t / 16 * 2 + 1) continue;
+            uint8_t* at = memory + 4 * C::kTileBytes + chunkAt<4 * kChunk>(t, eight);
+            float w[8];
+            read(w, at, at + 2 * kChunk);
+            if (eight < t / 8) {
+                const int level = highestBit(t ^ eight * 8);
+                const float before = prefix[level * kChunk + t];
+                const auto* after = reinterpret_cast<const uint8_t*>(suffix + level * kChunk + eight * 8);
+                float ratio[8];
+                read(ratio, after, after + 16);
+#pragma unroll
+                for (int k = 0; k < 8; k++) w[k] *= ratio[k] * before;
+            } else {
+#pragma unroll
+                for (int k = 0; k < 8; k++) {
+                    const int s = eight * 8 + k, level = highestBit(t ^ s | 1);
+                    const float ratio = prefix[level * kChunk + t] * suffix[level * kChunk + s];
+                    w[k] = s > t ? 0.0f : s == t ? w[k] : w[k] * ratio;
+                }
+            }
+            uint32_t hi[4], lo[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                hi[k] = packPair(w[2 * k], w[2 * k + 1]);
+                const float2 kept = unpackPair(hi[k]);
+                lo[k] = packPair(w[2 * k] - kept.x, w[2 * k + 1] - kept.y);
+            }
+            *reinterpret_cast<uint4*>(at) = {hi[0], hi[1], hi[2], hi[3]};
+            *reinterpret_cast<uint4*>(at + 2 * kChunk) = {lo[0], lo[1], lo[2], lo[3]};
+        }
+    }
+
+private:
+    // from: the row of the head's first column.
+    __device__ __forceinline__ void copyInputs(const MambaShape& shape, const float* from, int count) const {
+        const int first = blockIdx.y * C::kColumns, channels = static_cast<int>(shape.channels());
+        const int columns = min(C::kColumns, shape.headDim - first);
+        from += first;
+        if (channels % 4 == 0) {
+#pragma unroll
+            for (int quad = 0; quad < kChunk * C::kColumns / 4; quad += C::kThreads) {
+                const int i = quad + static_cast<int>(threadIdx.x);
+                const int row = i / (C::kColumns / 4), column = i % (C::kColumns / 4) * 4;
+                const bool valid = row < count && column < columns;
+                copyChunk(sharedAddress(x + row * C::kPitch + column), valid ? from + row * channels + column : from,
+                          valid);
+            }
+            return;
+        }
+        for (int i = threadIdx.x; i < kChunk * C::kColumns; i += C::kThreads) {
+            const int row = i / C::kColumns, column = i % C::kColumns;
+            float* to = x + row * C::kPitch + column;
+            if (row < count && column < columns) copyToShared<4>(to, from + row * channels + column);
+            else *to = 0.0f;
+        }
+    }
+    static __device__ __forceinline__ int highestBit(int x) { return 31 - __clz(x); }
+    static __device__ __forceinline__ void read(float (&to)[8], const uint8_t* first, const uint8_t* second) {
+        const float4 a = *reinterpret_cast<const float4*>(first), b = *reinterpret_cast<const float4*>(second);
+        to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
+    }
+};
+
+// A warp's part of 16 columns of a head's state, transposed: state[n][2 h + i] is column lane / 4 + 8 h and line
+// 8 n + 2 (lane % 4) + i of the party's lines. S' C of a chunk has the same layout, with rows of the chunk instead of
+// lines. The answers of rows 0 .. 15 and 48 .. 63 are party 0's, those between them party 1's: so both sum as much.
+template <class C> struct ScanColumns {
+    using Rows = float[kChunk / 8][4];       // all rows of a chunk
+    using OwnRows = float[C::kOwnTiles][4];  // the rows whose answers are the warp's
+
+    float state[C::kLines / 8][4];
+    int party, local, column, line;  // local: column among the block's; column and line: those of state[0][0]
+
+    __device__ __forceinline__ ScanColumns()
+        : party(threadIdx.x / (C::kGroups * 32)),
+          local((threadIdx.x >> 5) % C::kGroups * 16 + (threadIdx.x & 31) / 4),
+          column(blockIdx.y * C::kColumns + local),
+          line(threadIdx.x % 4 * 2) {}
+
+    // Calls each(value, line, column) for every element of the state that exists.
+    template <typename Each> __device__ __forceinline__ void forState(const MambaShape& shape, Each each) {
+#pragma unroll
+        for (int n = 0; n < C::kLines / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int l = party * C::kLines + n * 8 + line + (i & 1), c = column + (i >> 1) * 8;
+                if (l < shape.stateDim && c < shape.headDim) each(state[n][i], l, c);
+            }
+    }
+    // The first row of a group of eight of the warp's rows.
+    __device__ __forceinline__ int ownRow(int n) const { return (n < 2 ? party : 3 - party) * 16 + n % 2 * 8; }
+    // Calls each(n, i, row, c) for every answer that exists; c counts from `column`.
+    template <typename Each> __device__ __forceinline__ void forOwn(int count, int headDim, Each each) const {
+#pragma unroll
+        for (int n = 0; n < C::kOwnTiles; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int row = ownRow(n) + line + (i & 1), c = (i >> 1) * 8;
+                if (row < count && column + c < headDim) each(n, i, row, c);
+            }
+    }
+
+    // Computes the party's part of S' C.
+    __device__ __forceinline__ void recall(const ScanStage<C>& stage, Rows& out) const {
+#pragma unroll
+        for (auto& quad : out) quad[0] = quad[1] = quad[2] = quad[3] = 0.0f;
+#pragma unroll
+        for (int k = 0; k < C::kLines / 16; k++) {
+            const LeftOperand<true> a(state[2 * k], state[2 * k + 1]);
+            const auto load = [&](uint32_t (&b)[4], uint32_t tile, int p) {
+                loadRight<C::kRowBytes>(b, tile, p * 16, party * C::kLines + k * 16);
+            };
+            multiplyPairs<true, 0, kChunk / 16>(out, kChunk / 16, a.hi, a.lo, stage.c, C::kTileBytes, load);
+        }
+    }
+
+    // tell() comes before a barrier and hear() after it: own becomes S' C of the warp's rows.
+    __device__ __forceinline__ void tell(float4* shared, const Rows& out) const {
+#pragma unroll
+        for (int n = 0; n < C::kOwnTiles; n++) {
+            const float (&theirs)[4] = out[n < 2 ? n : 4 + n], (&ours)[4] = out[2 + n];
+            float4 quad;
+            quad.x = party == 0 ? ours[0] : theirs[0], quad.y = party == 0 ? ours[1] : theirs[1];
+            quad.z = party == 0 ? ours[2] : theirs[2], quad.w = party == 0 ? ours[3] : theirs[3];
+            shared[n * C::kThreads + threadIdx.x] = quad;
+        }
+    }
+    __device__ __forceinline__ void hear(const float4* shared, const Rows& out, OwnRows& own) const {
+        const int partner = (threadIdx.x + C::kThreads / 2) % C::kThreads;
+#pragma unroll
+        for (int n = 0; n < C::kOwnTiles; n++) {
+            const float4 heard = shared[n * C::kThreads + partner];
+#pragma unroll
+            for (int i = 0; i < 4; i++) own[n][i] = party == 0 ? out[n < 2 ? n : 4 + n][i] : out[2 + n][i];
+            own[n][0] += heard.x, own[n][1] += heard.y, own[n][2] += heard.z, own[n][3] += heard.w;
+        }
+    }
+
+    // own = gain * own + weights d, state = gain * state + (ratios * d) B.
+    __device__ __forceinline__ void advance(const ScanStage<C>& stage, OwnRows& own) {
+#pragma unroll
+        for (int n = 0; n < C::kOwnTiles; n++) {
+            const float2 gain = *reinterpret_cast<const float2*>(stage.gain() + ownRow(n) + line);
+            own[n][0] *= gain.x, own[n][1] *= gain.y, own[n][2] *= gain.x, own[n][3] *= gain.y;
+        }
+        const float gain = stage.gain()[kChunk - 1];
+#pragma unroll
+        for (auto& quad : state) quad[0] *= gain, quad[1] *= gain, quad[2] *= gain, quad[3] *= gain;
+        if (party == 0) addAll<0>(stage, own);
+        else addAll<1>(stage, own);
+    }
+
+private:
+    template <int kParty> __device__ __forceinline__ void addAll(const ScanStage<C>& stage, OwnRows& own) {
+        addRows<kParty, 0>(stage, own);
+        addRows<kParty, 1>(stage, own);
+        addRows<kParty, 2>(stage, own);
+        addRows<kParty, 3>(stage, own);
+    }
+
+    // The part of rows 16 kStep .. 16 kStep + 15 of d.
+    template <int kParty, int kStep> __device__ __forceinline__ void addRows(const ScanStage<C>& stage, OwnRows& own) {
+        float d[2][4];
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const int row = kStep * 16 + n * 8 + line;
+            const float2 step = *reinterpret_cast<const float2*>(stage.step + row);
+            const float* x = stage.x + row * C::kPitch + local;
+            d[n][0] = x[0] * step.x, d[n][1] = x[C::kPitch] * step.y;
+            d[n][2] = x[8] * step.x, d[n][3] = x[C::kPitch + 8] * step.y;
+        }
+        // They have no weight in the rows before them.
+        if constexpr (kStep <= 3 - kParty) {
+            const LeftOperand<true> a(d[0], d[1]);
+            const auto load = [&](uint32_t (&b)[4], uint32_t tile, int p) {
+                loadRight<4 * kChunk>(b, tile, (p == 0 ? kParty : 3 - kParty) * 16, kStep * 16);
+            };
+            constexpr int kFirst = kStep <= kParty ? 0 : 1;
+            multiplyPairs<true, kFirst, 2>(own, 2, a.hi, a.lo, stage.weights, 2 * kChunk, load);
+        }
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const float2 ratio = *reinterpret_cast<const float2*>(stage.last() + kStep * 16 + n * 8 + line);
+            d[n][0] *= ratio.x, d[n][1] *= ratio.y, d[n][2] *= ratio.x, d[n][3] *= ratio.y;
+        }
+        const LeftOperand<true> a(d[0], d[1]);
+        const auto load = [&](uint32_t (&b)[4], uint32_t tile, int p) {
+            loadRightTurned<C::kRowBytes>(b, tile, kStep * 16, kParty * C::kLines + p * 16);
+        };
+        constexpr int kPairs = C::kLines / 16, kAtOnce = kPairs < 4 ? kPairs : 4;
+        multiplyPairs<true, 0, kAtOnce>(state, kAtOnce, a.hi, a.lo, stage.b, C::kTileBytes, load);
+        if constexpr (kPairs > 4)
+            multiplyPairs<true, 4, kPairs>(state, kPairs, a.hi, a.lo, stage.b, C::kTileBytes, load);
+    }
+};
+
+// Takes head blockIdx.x and the columns of blockIdx.y through the chunks of sequence blockIdx.z.
+template <class C> __global__ void __launch_bounds__(C::kThreads) mambaChunksKernel(const MambaChunkWork work) {
+    extern __shared__ __align__(128) uint8_t memory[];
+    allowNext();
+    const int64_t begin = work.sequences.begin[blockIdx.z], end = work.sequences.end[blockIdx.z];
+    if (begin >= end) return waitForPrevious();
+    const MambaShape& shape = work.shape;
+    const int head = blockIdx.x, headDim = shape.headDim, width = static_cast<int>(shape.width());
+    float* states = work.states + int64_t{head} * shape.stateDim * headDim;
+    const int from = work.from[begin];
+    const float skip = work.skip[head];
+    ScanColumns<C> columns;
+#pragma unroll
+    for (auto& quad : columns.state) quad[0] = quad[1] = quad[2] = quad[3] = 0.0f;
+    if (from >= 0) {
+        const float* kept = states + from * shape.matrixFloats();
+        columns.forState(shape, [&](float& x, int line, int column) { x = kept[line * headDim + column]; });
+    }
+    waitForPrevious();
+
+    // Which chunk is the next but one is looked up early, because a chunk's copies wait for it.
+    ScanTile tile(work, begin), following(work, tile.end < end ? tile.end : begin);
+    int at = 0;
+    ScanStage<C>(memory).copy(work, tile);
+    while (true) {
+        const ScanStage<C> stage(memory + at * C::kStageBytes);
+        const ScanTile later(work, following.end < end ? following.end : begin);
+        const bool more = tile.end < end;
+        waitForCopies<0>();
+        __syncthreads();  // the chunk has come, and no warp is in the one before it any more
+        at = C::kStages - 1 - at;
+        if (C::kStages > 1 && more) ScanStage<C>(memory + at * C::kStageBytes).copy(work, following);
+        float* answers = work.in.gate + tile.begin * width + head * headDim + columns.column;
+        typename ScanColumns<C>::OwnRows gate = {}, own;
+        columns.forOwn(tile.count(), headDim,
+                       [&](int n, int i, int row, int c) { gate[n][i] = answers[row * width + c]; });
+        typename ScanColumns<C>::Rows out;
+        auto* const shared = reinterpret_cast<float4*>(memory + C::kSharedAt);
+        columns.recall(stage, out);
+        columns.tell(shared, out);
+        stage.makeWeights();
+        __syncthreads();
+        columns.hear(shared, out, own);
+        columns.advance(stage, own);
+#pragma unroll
+        for (auto& quad : gate) siluOfAll(quad);
+        columns.forOwn(tile.count(), headDim, [&](int n, int i, int row, int c) {
+            const float x = stage.x[row * C::kPitch + columns.local + c];
+            answers[row * width + c] = gate[n][i] * fmaf(skip, x, own[n][i]);
+        });
+        const int to = work.to[tile.end - 1];
+        if (to >= 0) {
+            float* kept = states + to * shape.matrixFloats();
+            columns.forState(shape, [&](float& x, int line, int column) { kept[line * headDim + column] = x; });
+        }
+        if (!more) return;
+        if (C::kStages == 1) {
+            __syncthreads();
+            stage.copy(work, following);
+        }
+        tile = following, following = later;
+    }
+}
+
+template <class C> void launchScan(Stream& stream, const MambaChunkWork& work) {
+    allowShared(mambaChunksKernel<C>, C::kScanBytes);
+    const auto columns = static_cast<unsigned>((work.shape.headDim + C::kColumns - 1) / C::kColumns);
+    const dim3 grid(static_cast<unsigned>(work.shape.heads), columns, static_cast<unsigned>(work.sequences.count));
+    launch(stream, mambaChunksKernel<C>, grid, dim3(C::kThreads), C::kScanBytes, work);
+}
+
+// Returns false and launches nothing if the device has too little shared memory.
+template <int kDim, int kGroups> bool launchGroups(Stream& stream, const MambaChunkWork& work) {
+    using One = ScanChunks<kDim, kGroups, 1>;
+    using Two = ScanChunks<kDim, kGroups, kDim == 128 ? 2 : 1>;
+    const size_t shared = stream.device().sharedPerBlock;
+    if (shared >= Two::kScanBytes) launchScan<Two>(stream, work);
+    else if (shared >= One::kScanBytes) launchScan<One>(stream, work);
+    else return false;
+    return true;
+}
+
+template <int kDim> void launchProducts(Stream& stream, const MambaChunkWork& work) {
+    using C = MambaChunks<kDim>;
+    allowShared(mambaProductsKernel<C>, 4 * C::kTileBytes);
+    const int blocks = work.shape.groups + (work.shape.heads + kFirstHeads - 1) / kFirstHeads;
+    const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(work.tiles.count));
+    launch(stream, mambaProductsKernel<C>, grid, dim3(kFirstThreads), 4 * C::kTileBytes, work);
+}
+
+// The same. Narrow blocks have half of a large head's columns: if there are few, most of a device would idle otherwise.
+template <int kDim> bool launchChunks(Stream& stream, const MambaChunkWork& work) {
+    if (stream.device().sharedPerBlock < ScanChunks<kDim, 2, 1>::kScanBytes) return false;
+    launchProducts<kDim>(stream, work);
+    const int64_t narrowBlocks = (work.shape.headDim + 31) / 32 * work.shape.heads * work.sequences.count;
+    const bool narrow = narrowBlocks <= stream.device().multiprocessors;
+    return (!narrow && launchGroups<kDim, 4>(stream, work)) || launchGroups<kDim, 2>(stream, work);
+}
+
+bool launchSize(Stream& stream, const MambaChunkWork& work) {
+    if (work.shape.stateDim <= 64) return launchChunks<64>(stream, work);
+    if (work.shape.stateDim <= 128) return launchChunks<128>(stream, work);
+    return launchChunks<256>(stream, work);
+}
+
+}  // namespace
+
+void scanMambaInChunks(Stream& stream, const MambaInputs& in, const MambaParameters& parameters,
+                       const MambaShape& shape, const DeltaStates& states, const DeltaBatch& batch,
+                       const RowRanges& tiles, void* scratch) {
+    requireMamba(shape);
+    auto* const list = static_cast<uint8_t*>(scratch);
+    auto* const tables = reinterpret_cast<float*>(list + deltaTileListBytes(batch.rows));
+    const MambaChunkWork work = {in,
+                                 parameters.skip,
+                                 shape,
+                                 states.matrix,
+                                 batch.from,
+                                 batch.to,
+                                 batch.sequences,
+                                 tiles,
+                                 reinterpret_cast<int2*>(list),
+                                 tables,
+                                 reinterpret_cast<uint8_t*>(tables + tiles.count * shape.heads * kTableFloats)};
+    if (!launchSize(stream, work)) scanMamba(stream, in, parameters, shape, states, batch);
+}
+
+}  // namespace sharpi::cuda
