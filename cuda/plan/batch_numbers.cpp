@@ -22,8 +22,8 @@ BatchNumbers::List BatchNumbers::take(int64_t room) {
 BatchNumbers::BatchNumbers(const Room& room) : _room(room) {
     const int64_t rows = room.rows, wholeTiles = rows / kPromptTile;
     const int64_t queryTiles = room.fastSequences ? std::min(rows, wholeTiles + 2 * room.fastSequences) : 0;
-    const int64_t deltaTiles =
-        room.fastSequences && room.stateTiles ? std::min(rows, wholeTiles + room.fastSequences) : 0;
+    const int64_t stateTiles =
+        room.fastSequences && room.recurrent ? std::min(rows, wholeTiles + room.fastSequences) : 0;
     _tokens = take(rows);
     _positions = take(rows);
     _sequence = take(rows);
@@ -39,8 +39,8 @@ BatchNumbers::BatchNumbers(const Room& room) : _room(room) {
     _fastEnd = take(room.recurrent ? room.fastSequences : 0);
     _queryBegin = take(queryTiles);
     _queryEnd = take(queryTiles);
-    _deltaBegin = take(deltaTiles);
-    _deltaEnd = take(deltaTiles);
+    _tileBegin = take(stateTiles);
+    _tileEnd = take(stateTiles);
     _tables = take(room.sequences * room.lists * room.pages);
 }
 
@@ -80,7 +80,7 @@ public:
     int64_t mostFast() const { return _mostFast; }
     int64_t fastSequences() const { return _fastSequences; }
     int64_t queryTiles() const { return _queryTiles; }
-    int64_t deltaTiles() const { return _deltaTiles; }
+    int64_t stateTiles() const { return _stateTiles; }
 
 private:
     static size_t at(int64_t row) { return static_cast<size_t>(row); }
@@ -131,17 +131,17 @@ private:
         for (const StateStep& step : _kv.states().steps(_batch.sequences[at(begin)])) {
             if (step.begin == 0) to(_layout._stateFrom)[begin] = step.from < 0 ? cuda::kStateIsZero : step.from;
             to(_layout._stateTo)[begin + step.end - 1] = step.to;
-            if (!exact && _layout._room.stateTiles) writeDeltaTiles(begin + step.begin, begin + step.end);
+            if (!exact) writeStateTiles(begin + step.begin, begin + step.end);
         }
     }
 
-    void writeDeltaTiles(int64_t begin, int64_t end) {
+    void writeStateTiles(int64_t begin, int64_t end) {
         if (_batch.positions[at(begin)] % kPromptTile != 0) {
             throw Error(ErrorKind::Internal, "prompt rows of a recurrent layer begin at position " +
                                                  std::to_string(_batch.positions[at(begin)]) +
                                                  ", which is no multiple of " + std::to_string(kPromptTile));
         }
-        writeTiles(begin, end, _layout._deltaBegin, _layout._deltaEnd, _deltaTiles);
+        writeTiles(begin, end, _layout._tileBegin, _layout._tileEnd, _stateTiles);
     }
 
     void writeSources() {
@@ -158,7 +158,7 @@ private:
     const int64_t _exactRows;
     int32_t* const _host;
     int64_t _used = 0, _sequences = 0, _mostExact = 0, _mostFast = 0, _exactSequences = 0, _fastSequences = 0,
-            _queryTiles = 0, _deltaTiles = 0;
+            _queryTiles = 0, _stateTiles = 0;
 };
 
 BatchNumbers::Filled BatchNumbers::fill(const Batch& batch, const KvCache& kv, int64_t exactRows, int32_t* host,
@@ -190,7 +190,7 @@ BatchNumbers::Filled BatchNumbers::fill(const Batch& batch, const KvCache& kv, i
                        from(_stateTo, exactRows),
                        {from(_fastBegin), from(_fastEnd), writer.fastSequences()}};
     view.queryTiles = {from(_queryBegin), from(_queryEnd), writer.queryTiles()};
-    view.deltaTiles = {from(_deltaBegin), from(_deltaEnd), writer.deltaTiles()};
+    view.stateTiles = {from(_tileBegin), from(_tileEnd), writer.stateTiles()};
     return filled;
 }
 

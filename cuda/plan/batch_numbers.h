@@ -22,7 +22,7 @@ struct BatchView {
     int64_t mostExact = 0, mostFast = 0;  // the most exact and the most fast rows of one sequence
     cuda::DeltaBatch exactStates, fastStates;
     cuda::QueryTiles queryTiles;  // of the fast rows, for attention
-    cuda::RowRanges deltaTiles;   // of the fast rows, for recurrent layers
+    cuda::RowRanges stateTiles;   // of the fast rows, for recurrent layers
     int64_t fastRows() const { return rows - exactRows; }
     // With the page tables that a layer with these pages has.
     cuda::BatchRows exactOf(const KvPages& pages) const { return withTables(exact, pages); }
@@ -50,21 +50,20 @@ public:
         int64_t pages = 0;          // of a sequence
         int32_t lists = 1;          // of its pages: see KvPages::list
         bool recurrent = false, drafts = false;
-        bool stateTiles = false;  // recurrent layers take fast rows in tiles
-        bool captured = false;    // batches of n rows are replayed from one capture, of up to n sequences
+        bool captured = false;  // batches of n rows are replayed from one capture, of up to n sequences
     };
     explicit BatchNumbers(const Room& room);
     const Room& room() const { return _room; }
     int64_t count() const { return _count; }  // int32 in the block
-    int64_t deltaTiles() const { return _deltaBegin.room; }
+    int64_t stateTiles() const { return _tileBegin.room; }
 
     struct Filled {
         BatchView view;
         int64_t used = 0;  // host[0, used) must be uploaded
     };
     // Writes the numbers of a batch whose rows [0, exactRows) are exact to host[0, used). device: the block that they
-    // will be uploaded to. Throws Error(Internal) for a batch that there is no room for, and, with stateTiles, for fast
-    // rows of a recurrent sequence that do not begin at a tile or keep a state within one.
+    // will be uploaded to. Throws Error(Internal) for a batch that there is no room for, and for fast rows of a
+    // recurrent sequence that do not begin at a tile or keep a state within one.
     Filled fill(const Batch& batch, const KvCache& kv, int64_t exactRows, int32_t* host, const int32_t* device) const;
 
 private:
@@ -78,7 +77,7 @@ private:
     int64_t _count = 0;
     List _tokens, _positions, _sequence, _logitRows, _sources, _joined;
     List _stateFrom, _stateTo, _exactBegin, _exactEnd, _fastBegin, _fastEnd;
-    List _queryBegin, _queryEnd, _deltaBegin, _deltaEnd;
+    List _queryBegin, _queryEnd, _tileBegin, _tileEnd;
     List _tables;
 };
 

@@ -213,11 +213,11 @@ size_t deltaChunkBytes(int64_t rows, int64_t tiles, const DeltaShape& shape, boo
     return deltaTileListBytes(rows) + static_cast<size_t>(tiles * shape.valueHeads) * left;
 }
 
-// Each tile and head has 15 floats for each row. Each tile and group has four operands in halves, [kDeltaChunk,
+// Each tile and head has 17 floats for each row. Each tile and group has four operands in halves, [kDeltaChunk,
 // stateDim], and [kDeltaChunk, kDeltaChunk] floats.
 size_t mambaChunkBytes(int64_t rows, int64_t tiles, const MambaShape& shape) {
     const size_t padded = shape.stateDim <= 64 ? 64 : shape.stateDim <= 128 ? 128 : 256;
-    const size_t head = 15 * kDeltaChunk * sizeof(float),
+    const size_t head = 17 * kDeltaChunk * sizeof(float),
                  group = kDeltaChunk * (4 * sizeof(uint16_t) * padded + kDeltaChunk * sizeof(float));
     return deltaTileListBytes(rows) + static_cast<size_t>(tiles) * (static_cast<size_t>(shape.heads) * head +
                                                                     static_cast<size_t>(shape.groups) * group);

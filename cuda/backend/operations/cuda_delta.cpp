@@ -52,9 +52,9 @@ void CudaOperations::deltaFast(const DeltaCall& call, const cuda::DeltaInputs& a
     if (all.steps) in.steps = all.steps + 2 * e * shape.valueHeads;
     const cuda::HalfRows keys = _pass.halves(s.keys);
     const BatchView& view = _pass.view;
-    cuda::prepareDelta(_pass.stream, in, parametersOf(call), shape, states, view.fastStates, view.deltaTiles,
+    cuda::prepareDelta(_pass.stream, in, parametersOf(call), shape, states, view.fastStates, view.stateTiles,
                        _pass.at<void*>(s.deltaWindows), keys);
-    cuda::deltaRuleInChunks(_pass.stream, in, keys, parametersOf(call), shape, states, view.fastStates, view.deltaTiles,
+    cuda::deltaRuleInChunks(_pass.stream, in, keys, parametersOf(call), shape, states, view.fastStates, view.stateTiles,
                             _pass.at<void*>(s.deltaChunks), _pass.floats(s.attendedFloats),
                             {nullptr, {}, attended.fast});
 }

@@ -1,5 +1,5 @@
-// Mamba 2 on the GPU; see cuda_operations.h. Exact rows go row after row. Fast rows go in tiles at absolute multiples of
-// cuda::kDeltaChunk positions.
+// Mamba 2 on the GPU; see cuda_operations.h. Exact rows go row after row. Fast rows go in tiles at absolute multiples
+// of cuda::kDeltaChunk positions.
 #include "backend/operations/cuda_operations.h"
 #include "core/contract.h"
 #include "kernels/delta/mamba.h"
@@ -53,7 +53,7 @@ void CudaOperations::mamba(const MambaCall& call, const RecurrentLayer& state, c
     if (fast) {
         const cuda::MambaInputs in = inputsFrom(exact);
         prepare(in, view.fastStates, view.mostFast);
-        cuda::scanMambaInChunks(_pass.stream, in, parameters, shape, states, view.fastStates, view.deltaTiles,
+        cuda::scanMambaInChunks(_pass.stream, in, parameters, shape, states, view.fastStates, view.stateTiles,
                                 _pass.at<void>(_pass.layout->mambaChunks));
         cuda::normMamba(_pass.stream, in.gate, parameters, shape, fast, {nullptr, {}, attended.fast});
     }

@@ -96,7 +96,7 @@ template <class C> struct StateBlock {
 
     // Copies W and queries, as one group.
     __device__ __forceinline__ void copyFirst(const ChunkWork& work, const Tile& tile) const {
-        copyRows<C::kThreads, C::kRowBytes, C::kParts * kChunk>(w, left(work, tile));
+        copyRows<C::kThreads, C::kRowBytes, C::kParts * kChunk>(w, left(work, tile), threadIdx.x);
         copyHead<C, C::kThreads>(work, queries, tile.begin, tile.count, work.keyChannel(blockIdx.x));
         closeCopies();
     }
@@ -104,7 +104,7 @@ template <class C> struct StateBlock {
     // Copies the weights of D, gains, last ratios and keys, as another group.
     __device__ __forceinline__ void copySecond(const ChunkWork& work, const Tile& tile) const {
         const uint8_t* from = left(work, tile) + C::kParts * C::kTileBytes;
-        copyRows<C::kThreads, 2 * kChunk, C::kParts * kChunk>(weights, from);
+        copyRows<C::kThreads, 2 * kChunk, C::kParts * kChunk>(weights, from, threadIdx.x);
         const uint8_t* numbers = from + C::kParts * C::kWeightBytes;
         for (int i = threadIdx.x; i < C::kGainBytes / 16; i += C::kThreads)
             copyChunk(gains + i * 16, numbers + i * 16, true);

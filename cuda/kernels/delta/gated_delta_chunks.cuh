@@ -143,13 +143,13 @@ __device__ __forceinline__ void multiplyPairs(float (*sums)[4], int end, const u
     }
 }
 
-// Starts the copies of kRows contiguous rows of kBytes.
+// Starts the copies of kRows contiguous rows of kBytes. thread: of kThreads that do this.
 template <int kThreads, int kBytes, int kRows>
-__device__ __forceinline__ void copyRows(uint32_t to, const uint8_t* from) {
+__device__ __forceinline__ void copyRows(uint32_t to, const uint8_t* from, int thread) {
     constexpr int kChunks16 = kBytes / 16, kAtOnce = kThreads / kChunks16;
     static_assert(kThreads % kChunks16 == 0 && kRows % kAtOnce == 0, "a thread has a column of chunks");
-    const int row = threadIdx.x / kChunks16, chunk = threadIdx.x % kChunks16;
-    from += threadIdx.x * 16;
+    const int row = thread / kChunks16, chunk = thread % kChunks16;
+    from += thread * 16;
 #pragma unroll
     for (int i = 0; i < kRows; i += kAtOnce) copyChunk(to + chunkAt<kBytes>(row + i, chunk), from + i * kBytes, true);
 }

@@ -12,13 +12,13 @@
 // from. Ratios are products, not quotients or differences of logarithms, so that they stay exact if a decay is close to
 // zero. Rows t and s < t lie in neighbouring blocks of 2^l rows, where l is the highest bit in which t and s differ. So
 // ratio(t, s) is the product of the decays from the beginning of t's block to t, and of those after s to the end of
-// s's block: one multiplication of two numbers from tables of 64 for each l.
+// s's block: one multiplication of two numbers from tables of 64 for each l. Those of each eight rows stand in a table.
 //
 // The second launch goes through a sequence's chunks, like that of the delta rule (gated_delta_chunks.cu). Two warps
 // have 16 columns of a head's state in registers, transposed, each half of the lines. They add up their parts of S' C
-// through shared memory, once for each chunk. All else of the next chunk is copied to shared memory while this chunk is
-// computed, if a device has room for two chunks. The weights of d take the place of the products. Gates are read at a
-// chunk's beginning, to be there at its end.
+// through shared memory, once for each chunk. Other warps copy the next chunk to shared memory meanwhile, if a device
+// has room for two, and make the weights of d out of this chunk's products, in their place. Gates are read at a chunk's
+// beginning, to be there at its end.
 //
 // All products are in split form: every operand is the sum of two 16-bit numbers, and a product is hi hi + hi lo +
 // lo hi, which keeps about 16 bits of each factor. Sums and state are floats.
@@ -30,12 +30,12 @@ namespace sharpi::cuda {
 
 namespace {
 
-constexpr int kLevels = 7;                          // blocks of 1, 2, .. 64 rows
-constexpr int kTableRows = 2 * kLevels + 1;         // prefixes and suffixes of each level, and the steps
-constexpr int kTableFloats = kTableRows * kChunk;   // of a head
-constexpr int kProductBytes = kChunk * kChunk * 4;  // of a group
+constexpr int kFirstLevel = 3, kLevels = 4;                   // blocks of 8, 16, 32 and 64 rows
+constexpr int kTableFloats = (2 * kLevels + 1 + 8) * kChunk;  // of a head: see ScanTables
+constexpr int kProductBytes = kChunk * kChunk * 4;            // of a group
 constexpr int kFirstThreads = 256, kFirstHeads = kFirstThreads / 32;
 constexpr int kConvertedPairs = 8;  // pairs of floats that a thread of the first kernel loads together
+constexpr int kHelpers = 128;       // threads of the second kernel that copy and make weights
 
 // kDim: stateDim, padded with zeros to 64, 128 or 256.
 template <int kDim_> struct MambaChunks {
@@ -53,7 +53,7 @@ template <int kDim, int kGroups_, int kStages_> struct ScanChunks : MambaChunks<
     static constexpr int kColumns = 16 * kGroups;
     static constexpr int kPitch = kColumns + 4;  // floats of a row of x; a quad of lanes reads rows in different banks
     static constexpr int kLines = kDim / 2;      // of a warp
-    static constexpr int kThreads = kGroups * 2 * 32;
+    static constexpr int kThreads = kGroups * 2 * 32;  // that have columns
     static constexpr int kTablesAt = Base::kGroupBytes;
     static constexpr int kInputsAt = kTablesAt + kTableFloats * 4;
     static constexpr int kStageBytes = kInputsAt + kChunk * kPitch * 4;
@@ -73,6 +73,20 @@ struct MambaChunkWork {
     int2* tileAt;     // [rows]: at the row where a tile begins, its number and its end
     float* tables;    // [tiles, heads, kTableFloats]
     uint8_t* groups;  // [tiles, groups, kGroupBytes]
+};
+
+// A head's tables of a chunk.
+struct ScanTables {
+    float* at;
+    // [kLevels, kChunk]: the products of the decays from the beginning of row t's block to t, and of those after t to
+    // the end of the block.
+    __device__ __forceinline__ float* prefix(int level) const { return at + (level - kFirstLevel) * kChunk; }
+    __device__ __forceinline__ float* suffix(int level) const { return prefix(level) + kLevels * kChunk; }
+    __device__ __forceinline__ float* gain() const { return prefix(kFirstLevel + kLevels - 1); }
+    __device__ __forceinline__ float* last() const { return suffix(kFirstLevel + kLevels - 1); }
+    __device__ __forceinline__ float* step() const { return at + 2 * kLevels * kChunk; }
+    // [kChunk, 8]: the ratios of row t and the eight rows around it; 0 for those after t.
+    __device__ __forceinline__ float* near(int t) const { return step() + kChunk + t * 8; }
 };
 
 // The place of the product of rows t and s: the first four of eight neighbours lie in the first half of a row, so that
@@ -138,7 +152,7 @@ template <class C> __device__ __forceinline__ void multiplyGroup(uint32_t b, uin
 
 // A warp makes a head's tables. Rows past the end of the chunk have decays of 1 and steps of 0.
 __device__ __forceinline__ void makeTables(const MambaChunkWork& work, int head, int64_t begin, int count,
-                                           float* table) {
+                                           const ScanTables& tables) {
     const int lane = threadIdx.x & 31;
     float prefix[2], suffix[2] = {1.0f, 1.0f};
 #pragma unroll
@@ -146,33 +160,42 @@ __device__ __forceinline__ void makeTables(const MambaChunkWork& work, int head,
         const int t = lane + half * 32;
         const int64_t at = (begin + t) * work.shape.heads + head;
         prefix[half] = t < count ? work.in.decays[at] : 1.0f;
-        table[2 * kLevels * kChunk + t] = t < count ? work.in.steps[at] : 0.0f;
-    }
-    const auto store = [&](int level) {
+        tables.step()[t] = t < count ? work.in.steps[at] : 0.0f;
+        float near[8], ratio = 0.0f;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            table[level * kChunk + lane + half * 32] = prefix[half];
-            table[(kLevels + level) * kChunk + lane + half * 32] = suffix[half];
+        for (int k = 7; k >= 0; k--) {
+            const int s = (lane & ~7) + k;
+            const float after = __shfl_sync(kWholeWarp, prefix[half], (s + 1) & 31);
+            near[k] = ratio = s > lane ? 0.0f : s == lane ? 1.0f : ratio * after;
         }
-    };
-    store(0);
+        auto* to = reinterpret_cast<float4*>(tables.near(t));
+        to[0] = {near[0], near[1], near[2], near[3]}, to[1] = {near[4], near[5], near[6], near[7]};
+    }
 #pragma unroll
-    for (int level = 0; level < 5; level++) {
+    for (int level = 1; level < kFirstLevel + kLevels; level++) {
         // Two blocks become one: the last prefixes of either are the products of all its decays.
-        const int first = lane >> (level + 1) << (level + 1), middle = first + (1 << level), size = 2 << level;
-        const bool upper = lane >= middle;
+        if (level < 6) {
+            const int first = lane >> level << level, middle = first + (1 << (level - 1)), end = first + (1 << level);
+            const bool upper = lane >= middle;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float lowest = __shfl_sync(kWholeWarp, prefix[half], (middle - 1) & 31),
+                            highest = __shfl_sync(kWholeWarp, prefix[half], (end - 1) & 31);
+                if (upper) prefix[half] *= lowest;
+                else suffix[half] *= highest;
+            }
+        } else {
+            const float lowest = __shfl_sync(kWholeWarp, prefix[0], 31),
+                        highest = __shfl_sync(kWholeWarp, prefix[1], 31);
+            prefix[1] *= lowest, suffix[0] *= highest;
+        }
+        if (level < kFirstLevel) continue;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const float lowest = __shfl_sync(kWholeWarp, prefix[half], middle - 1),
-                        highest = __shfl_sync(kWholeWarp, prefix[half], first + size - 1);
-            if (upper) prefix[half] *= lowest;
-            else suffix[half] *= highest;
+            tables.prefix(level)[lane + half * 32] = prefix[half];
+            tables.suffix(level)[lane + half * 32] = suffix[half];
         }
-        store(level + 1);
     }
-    const float lowest = __shfl_sync(kWholeWarp, prefix[0], 31), highest = __shfl_sync(kWholeWarp, prefix[1], 31);
-    prefix[1] *= lowest, suffix[0] *= highest;
-    store(6);
 }
 
 // Chunk blockIdx.y. The first blocks take a group each, the others kFirstHeads heads.
@@ -188,7 +211,7 @@ template <class C> __global__ void __launch_bounds__(kFirstThreads) mambaProduct
     if (group >= groups) {
         const int head = (group - groups) * kFirstHeads + static_cast<int>(threadIdx.x >> 5);
         if (head < heads)
-            makeTables(work, head, begin, count, work.tables + (int64_t{blockIdx.y} * heads + head) * kTableFloats);
+            makeTables(work, head, begin, count, {work.tables + (int64_t{blockIdx.y} * heads + head) * kTableFloats});
         return;
     }
     uint8_t* left = work.groups + (int64_t{blockIdx.y} * groups + group) * C::kGroupBytes;
@@ -217,7 +240,7 @@ struct ScanTile {
 template <class C> struct ScanStage {
     uint8_t* memory;
     uint32_t b, c, weights;
-    const float *prefix, *suffix, *step;
+    ScanTables tables;
     float* x;  // [kChunk, kPitch]
 
     __device__ __forceinline__ explicit ScanStage(uint8_t* at)
@@ -225,62 +248,46 @@ template <class C> struct ScanStage {
           b(sharedAddress(at)),
           c(b + 2 * C::kTileBytes),
           weights(b + 4 * C::kTileBytes),
-          prefix(reinterpret_cast<const float*>(at + C::kTablesAt)),
-          suffix(prefix + kLevels * kChunk),
-          step(suffix + kLevels * kChunk),
+          tables{reinterpret_cast<float*>(at + C::kTablesAt)},
           x(reinterpret_cast<float*>(at + C::kInputsAt)) {}
 
-    // The products of the decays up to row t, and of those after row s.
-    __device__ __forceinline__ const float* gain() const { return prefix + (kLevels - 1) * kChunk; }
-    __device__ __forceinline__ const float* last() const { return suffix + (kLevels - 1) * kChunk; }
-
-    // Starts the copies of a chunk, as one group.
-    __device__ __forceinline__ void copy(const MambaChunkWork& work, const ScanTile& tile) const {
+    // Starts the copies of a chunk, as one group. helper: the thread's number among kHelpers, which do this.
+    __device__ __forceinline__ void copy(const MambaChunkWork& work, const ScanTile& tile, int helper) const {
         const MambaShape& shape = work.shape;
         const int head = blockIdx.x;
         const uint8_t* left =
             work.groups + (int64_t{tile.index} * shape.groups + head / shape.headsPerGroup()) * C::kGroupBytes;
-        copyRows<C::kThreads, C::kRowBytes, 4 * kChunk>(b, left);
-        copyRows<C::kThreads, 4 * kChunk, kChunk>(weights, left + 4 * C::kTileBytes);
-        const float* tables = work.tables + (int64_t{tile.index} * shape.heads + head) * kTableFloats;
-        for (int i = threadIdx.x; i < kTableFloats / 4; i += C::kThreads)
-            copyChunk(b + C::kTablesAt + i * 16, tables + i * 4, true);
-        copyInputs(shape, work.in.mixed + tile.begin * shape.channels() + head * shape.headDim, tile.count());
+        copyRows<kHelpers, C::kRowBytes, 4 * kChunk>(b, left, helper);
+        copyRows<kHelpers, 4 * kChunk, kChunk>(weights, left + 4 * C::kTileBytes, helper);
+        const float* from = work.tables + (int64_t{tile.index} * shape.heads + head) * kTableFloats;
+        for (int i = helper; i < kTableFloats / 4; i += kHelpers)
+            copyChunk(b + C::kTablesAt + i * 16, from + i * 4, true);
+        copyInputs(shape, work.in.mixed + tile.begin * shape.channels() + head * shape.headDim, tile.count(), helper);
         closeCopies();
     }
 
-    // Replaces the products by the weights of d, up to the diagonal's blocks of 16 x 16. A thread has a row of eight:
+    // Replaces the products by the weights of d, up to the diagonal's blocks of 16 x 16. A helper has a row of eight:
     // those of a warp are in 32 rows, so they are in different banks.
-    __device__ __forceinline__ void makeWeights() const {
+    __device__ __forceinline__ void makeWeights(int helper) const {
 #pragma unroll
-        for (int first = 0; first < kChunk * kChunk / 8; first += C::kThreads) {
-            const int i = first + static_cast<int>(threadIdx.x), t = i % kChunk, eight = i / kChunk;
+        for (int first = 0; first < kChunk * kChunk / 8; first += kHelpers) {
+            const int t = helper % kChunk, eight = (first + helper) / kChunk;
             if (eight > t / 16 * 2 + 1) continue;
             uint8_t* at = memory + 4 * C::kTileBytes + chunkAt<4 * kChunk>(t, eight);
-            float w[8];
-            read(w, at, at + 2 * kChunk);
-            if (eight < t / 8) {
-                const int level = highestBit(t ^ eight * 8);
-                const float before = prefix[level * kChunk + t];
-                const auto* after = reinterpret_cast<const uint8_t*>(suffix + level * kChunk + eight * 8);
-                float ratio[8];
-                read(ratio, after, after + 16);
-#pragma unroll
-                for (int k = 0; k < 8; k++) w[k] *= ratio[k] * before;
-            } else {
-#pragma unroll
-                for (int k = 0; k < 8; k++) {
-                    const int s = eight * 8 + k, level = highestBit(t ^ s | 1);
-                    const float ratio = prefix[level * kChunk + t] * suffix[level * kChunk + s];
-                    w[k] = s > t ? 0.0f : s == t ? w[k] : w[k] * ratio;
-                }
-            }
+            const bool isNear = eight >= t / 8;
+            const int level = isNear ? kFirstLevel : 31 - __clz(t ^ eight * 8);
+            const float before = !isNear ? tables.prefix(level)[t] : eight == t / 8 ? 1.0f : 0.0f;
+            float w[8], ratio[8];
+            const float* after = isNear ? tables.near(t) : tables.suffix(level) + eight * 8;
+            read(ratio, after, after + 4);
+            read(w, reinterpret_cast<const float*>(at), reinterpret_cast<const float*>(at + 2 * kChunk));
             uint32_t hi[4], lo[4];
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                hi[k] = packPair(w[2 * k], w[2 * k + 1]);
+                const float x = w[2 * k] * (ratio[2 * k] * before), y = w[2 * k + 1] * (ratio[2 * k + 1] * before);
+                hi[k] = packPair(x, y);
                 const float2 kept = unpackPair(hi[k]);
-                lo[k] = packPair(w[2 * k] - kept.x, w[2 * k + 1] - kept.y);
+                lo[k] = packPair(x - kept.x, y - kept.y);
             }
             *reinterpret_cast<uint4*>(at) = {hi[0], hi[1], hi[2], hi[3]};
             *reinterpret_cast<uint4*>(at + 2 * kChunk) = {lo[0], lo[1], lo[2], lo[3]};
@@ -289,14 +296,15 @@ template <class C> struct ScanStage {
 
 private:
     // from: the row of the head's first column.
-    __device__ __forceinline__ void copyInputs(const MambaShape& shape, const float* from, int count) const {
+    __device__ __forceinline__ void copyInputs(const MambaShape& shape, const float* from, int count,
+                                               int helper) const {
         const int first = blockIdx.y * C::kColumns, channels = static_cast<int>(shape.channels());
         const int columns = min(C::kColumns, shape.headDim - first);
         from += first;
         if (channels % 4 == 0) {
 #pragma unroll
-            for (int quad = 0; quad < kChunk * C::kColumns / 4; quad += C::kThreads) {
-                const int i = quad + static_cast<int>(threadIdx.x);
+            for (int quad = 0; quad < kChunk * C::kColumns / 4; quad += kHelpers) {
+                const int i = quad + helper;
                 const int row = i / (C::kColumns / 4), column = i % (C::kColumns / 4) * 4;
                 const bool valid = row < count && column < columns;
                 copyChunk(sharedAddress(x + row * C::kPitch + column), valid ? from + row * channels + column : from,
@@ -304,15 +312,14 @@ private:
             }
             return;
         }
-        for (int i = threadIdx.x; i < kChunk * C::kColumns; i += C::kThreads) {
+        for (int i = helper; i < kChunk * C::kColumns; i += kHelpers) {
             const int row = i / C::kColumns, column = i % C::kColumns;
             float* to = x + row * C::kPitch + column;
             if (row < count && column < columns) copyToShared<4>(to, from + row * channels + column);
             else *to = 0.0f;
         }
     }
-    static __device__ __forceinline__ int highestBit(int x) { return 31 - __clz(x); }
-    static __device__ __forceinline__ void read(float (&to)[8], const uint8_t* first, const uint8_t* second) {
+    static __device__ __forceinline__ void read(float (&to)[8], const float* first, const float* second) {
         const float4 a = *reinterpret_cast<const float4*>(first), b = *reinterpret_cast<const float4*>(second);
         to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
     }
@@ -346,14 +353,18 @@ template <class C> struct ScanColumns {
     }
     // The first row of a group of eight of the warp's rows.
     __device__ __forceinline__ int ownRow(int n) const { return (n < 2 ? party : 3 - party) * 16 + n % 2 * 8; }
-    // Calls each(n, i, row, c) for every answer that exists; c counts from `column`.
-    template <typename Each> __device__ __forceinline__ void forOwn(int count, int headDim, Each each) const {
+    // Calls each(n, i, row, c, place) for every answer that exists; c counts from `column`, and place is where row and
+    // c are in rows of `stride` floats that begin at `column`.
+    template <typename Each>
+    __device__ __forceinline__ void forOwn(int count, int headDim, float* from, int stride, Each each) const {
 #pragma unroll
         for (int n = 0; n < C::kOwnTiles; n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int row = ownRow(n) + line + (i & 1), c = (i >> 1) * 8;
-                if (row < count && column + c < headDim) each(n, i, row, c);
+            for (int i = 0; i < 2; i++) {
+                const int row = ownRow(n - n % 2) + line + n % 2 * 8 + i;
+                float* const place = from + row * stride;
+                if (row < count && column < headDim) each(n, i, row, 0, place);
+                if (row < count && column + 8 < headDim) each(n, i + 2, row, 8, place + 8);
             }
     }
 
@@ -397,10 +408,10 @@ template <class C> struct ScanColumns {
     __device__ __forceinline__ void advance(const ScanStage<C>& stage, OwnRows& own) {
 #pragma unroll
         for (int n = 0; n < C::kOwnTiles; n++) {
-            const float2 gain = *reinterpret_cast<const float2*>(stage.gain() + ownRow(n) + line);
+            const float2 gain = *reinterpret_cast<const float2*>(stage.tables.gain() + ownRow(n) + line);
             own[n][0] *= gain.x, own[n][1] *= gain.y, own[n][2] *= gain.x, own[n][3] *= gain.y;
         }
-        const float gain = stage.gain()[kChunk - 1];
+        const float gain = stage.tables.gain()[kChunk - 1];
 #pragma unroll
         for (auto& quad : state) quad[0] *= gain, quad[1] *= gain, quad[2] *= gain, quad[3] *= gain;
         if (party == 0) addAll<0>(stage, own);
@@ -421,7 +432,7 @@ private:
 #pragma unroll
         for (int n = 0; n < 2; n++) {
             const int row = kStep * 16 + n * 8 + line;
-            const float2 step = *reinterpret_cast<const float2*>(stage.step + row);
+            const float2 step = *reinterpret_cast<const float2*>(stage.tables.step() + row);
             const float* x = stage.x + row * C::kPitch + local;
             d[n][0] = x[0] * step.x, d[n][1] = x[C::kPitch] * step.y;
             d[n][2] = x[8] * step.x, d[n][3] = x[C::kPitch + 8] * step.y;
@@ -437,7 +448,7 @@ private:
         }
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            const float2 ratio = *reinterpret_cast<const float2*>(stage.last() + kStep * 16 + n * 8 + line);
+            const float2 ratio = *reinterpret_cast<const float2*>(stage.tables.last() + kStep * 16 + n * 8 + line);
             d[n][0] *= ratio.x, d[n][1] *= ratio.y, d[n][2] *= ratio.x, d[n][3] *= ratio.y;
         }
         const LeftOperand<true> a(d[0], d[1]);
@@ -451,12 +462,45 @@ private:
     }
 };
 
+// What the helpers do. Which chunk is the next but one is looked up early, because a chunk's copies wait for it.
+template <class C>
+__device__ __forceinline__ void helpScan(const MambaChunkWork& work, uint8_t* memory, int64_t begin, int64_t end) {
+    const int helper = static_cast<int>(threadIdx.x) - C::kThreads;
+    ScanTile tile(work, begin), following(work, tile.end < end ? tile.end : begin);
+    int at = 0;
+    ScanStage<C>(memory).copy(work, tile, helper);
+    while (true) {
+        const ScanStage<C> stage(memory + at * C::kStageBytes);
+        const ScanTile later(work, following.end < end ? following.end : begin);
+        const bool more = tile.end < end;
+        waitForCopies<0>();
+        __syncthreads();  // the chunk has come, and no warp is in the one before it any more
+        at = C::kStages - 1 - at;
+        if (C::kStages > 1 && more) ScanStage<C>(memory + at * C::kStageBytes).copy(work, following, helper);
+        stage.makeWeights(helper);
+        __syncthreads();
+        if (!more) return;
+        if (C::kStages == 1) {
+            __syncthreads();
+            stage.copy(work, following, helper);
+        }
+        tile = following, following = later;
+    }
+}
+
+__device__ __forceinline__ float nearSilu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+
 // Takes head blockIdx.x and the columns of blockIdx.y through the chunks of sequence blockIdx.z.
-template <class C> __global__ void __launch_bounds__(C::kThreads) mambaChunksKernel(const MambaChunkWork work) {
+template <class C>
+__global__ void __launch_bounds__(C::kThreads + kHelpers) mambaChunksKernel(const MambaChunkWork work) {
     extern __shared__ __align__(128) uint8_t memory[];
     allowNext();
     const int64_t begin = work.sequences.begin[blockIdx.z], end = work.sequences.end[blockIdx.z];
     if (begin >= end) return waitForPrevious();
+    if (threadIdx.x >= C::kThreads) {
+        waitForPrevious();
+        return helpScan<C>(work, memory, begin, end);
+    }
     const MambaShape& shape = work.shape;
     const int head = blockIdx.x, headDim = shape.headDim, width = static_cast<int>(shape.width());
     float* states = work.states + int64_t{head} * shape.stateDim * headDim;
@@ -471,47 +515,37 @@ template <class C> __global__ void __launch_bounds__(C::kThreads) mambaChunksKer
     }
     waitForPrevious();
 
-    // Which chunk is the next but one is looked up early, because a chunk's copies wait for it.
-    ScanTile tile(work, begin), following(work, tile.end < end ? tile.end : begin);
+    auto* const shared = reinterpret_cast<float4*>(memory + C::kSharedAt);
     int at = 0;
-    ScanStage<C>(memory).copy(work, tile);
+    int64_t first = begin, last = work.tileAt[begin].y;
     while (true) {
         const ScanStage<C> stage(memory + at * C::kStageBytes);
-        const ScanTile later(work, following.end < end ? following.end : begin);
-        const bool more = tile.end < end;
-        waitForCopies<0>();
-        __syncthreads();  // the chunk has come, and no warp is in the one before it any more
-        at = C::kStages - 1 - at;
-        if (C::kStages > 1 && more) ScanStage<C>(memory + at * C::kStageBytes).copy(work, following);
-        float* answers = work.in.gate + tile.begin * width + head * headDim + columns.column;
+        const bool more = last < end;
+        const int64_t later = work.tileAt[more ? last : begin].y;
+        const int count = static_cast<int>(last - first), to = work.to[last - 1];
+        float* answers = work.in.gate + first * width + head * headDim + columns.column;
         typename ScanColumns<C>::OwnRows gate = {}, own;
-        columns.forOwn(tile.count(), headDim,
-                       [&](int n, int i, int row, int c) { gate[n][i] = answers[row * width + c]; });
+        columns.forOwn(count, headDim, answers, width,
+                       [&](int n, int i, int, int, const float* place) { gate[n][i] = *place; });
+        __syncthreads();  // see helpScan()
         typename ScanColumns<C>::Rows out;
-        auto* const shared = reinterpret_cast<float4*>(memory + C::kSharedAt);
         columns.recall(stage, out);
         columns.tell(shared, out);
-        stage.makeWeights();
         __syncthreads();
         columns.hear(shared, out, own);
         columns.advance(stage, own);
-#pragma unroll
-        for (auto& quad : gate) siluOfAll(quad);
-        columns.forOwn(tile.count(), headDim, [&](int n, int i, int row, int c) {
+        columns.forOwn(count, headDim, answers, width, [&](int n, int i, int row, int c, float* place) {
             const float x = stage.x[row * C::kPitch + columns.local + c];
-            answers[row * width + c] = gate[n][i] * fmaf(skip, x, own[n][i]);
+            *place = nearSilu(gate[n][i]) * fmaf(skip, x, own[n][i]);
         });
-        const int to = work.to[tile.end - 1];
         if (to >= 0) {
             float* kept = states + to * shape.matrixFloats();
             columns.forState(shape, [&](float& x, int line, int column) { kept[line * headDim + column] = x; });
         }
         if (!more) return;
-        if (C::kStages == 1) {
-            __syncthreads();
-            stage.copy(work, following);
-        }
-        tile = following, following = later;
+        at = C::kStages - 1 - at;
+        if (C::kStages == 1) __syncthreads();
+        first = last, last = later;
     }
 }
 
@@ -519,7 +553,7 @@ template <class C> void launchScan(Stream& stream, const MambaChunkWork& work) {
     allowShared(mambaChunksKernel<C>, C::kScanBytes);
     const auto columns = static_cast<unsigned>((work.shape.headDim + C::kColumns - 1) / C::kColumns);
     const dim3 grid(static_cast<unsigned>(work.shape.heads), columns, static_cast<unsigned>(work.sequences.count));
-    launch(stream, mambaChunksKernel<C>, grid, dim3(C::kThreads), C::kScanBytes, work);
+    launch(stream, mambaChunksKernel<C>, grid, dim3(C::kThreads + kHelpers), C::kScanBytes, work);
 }
 
 // Returns false and launches nothing if the device has too little shared memory.

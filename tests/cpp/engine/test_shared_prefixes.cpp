@@ -115,7 +115,7 @@ protected:
                 hybrids()[0],     mambas()[0],  mambas()[2],   mambas()[3]};
     }
     SharedAnywhere()
-        : SharedPrefixes(models()[static_cast<size_t>(GetParam())], GetParam() == 4 ? kPromptTile : int64_t{1}) {}
+        : SharedPrefixes(models()[static_cast<size_t>(GetParam())], GetParam() >= 4 ? kPromptTile : int64_t{1}) {}
     bool hasStates() const { return GetParam() > 3; }
     // Other texts take the room of the states that the cache has: what is found then is found in RAM.
     void takeStates(Engine& engine, Scheduler& scheduler) {

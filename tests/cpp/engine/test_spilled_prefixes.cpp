@@ -35,10 +35,14 @@ struct Kind {
 // Models whose layers see everything, with states, and with windows, for which a cache with more room would have no
 // list.
 std::vector<Kind> kinds() {
-    return {{"plain", gpuVariants()[0], 1},          {"latent", latents()[0], 1},
-            {"hybrid", hybrids()[0], kPromptTile},   {"mamba", mambas()[2], 1},
-            {"mamba and attention", mambas()[0], 1}, {"mamba beside attention", mambas()[3], 1},
-            {"windows", withWindows(), 1, 1, 1},     {"blocks", withBlocks(), 1, 1, 4}};
+    return {{"plain", gpuVariants()[0], 1},
+            {"latent", latents()[0], 1},
+            {"hybrid", hybrids()[0], kPromptTile},
+            {"mamba", mambas()[2], kPromptTile},
+            {"mamba and attention", mambas()[0], kPromptTile},
+            {"mamba beside attention", mambas()[3], kPromptTile},
+            {"windows", withWindows(), 1, 1, 1},
+            {"blocks", withBlocks(), 1, 1, 4}};
 }
 
 class World {

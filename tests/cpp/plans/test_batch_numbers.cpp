@@ -25,7 +25,7 @@ struct World {
         room.sequences = 20;
         room.fastSequences = 4;
         room.pages = 10;
-        room.recurrent = room.stateTiles = recurrent;
+        room.recurrent = recurrent;
     }
     // Rows of a sequence that has `held` tokens; they are committed unless it is the last call before fill().
     void add(RowKind kind, int32_t sequence, int64_t count, const std::vector<int64_t>& marks = {}) {
@@ -110,7 +110,7 @@ TEST(BatchNumbers, QueryTilesBeginAtAbsoluteMultiples) {
     ASSERT_EQ(view.queryTiles.count, 5);
     EXPECT_EQ(World::list(view.queryTiles.begin, 5), (List{0, 28, 92, 100, 164}));
     EXPECT_EQ(World::list(view.queryTiles.end, 5), (List{28, 92, 100, 164, 165}));
-    EXPECT_EQ(view.deltaTiles.count, 0);
+    EXPECT_EQ(view.stateTiles.count, 0);
 }
 
 TEST(BatchNumbers, StatesAreReadAndKeptWhereTheCacheSays) {
@@ -140,28 +140,9 @@ TEST(BatchNumbers, StatesAreReadAndKeptWhereTheCacheSays) {
                   {63, stepsOf(b)[0].to}, {127, stepsOf(b)[1].to}, {149, stepsOf(b)[2].to}, {159, stepsOf(c)[0].to}}));
     EXPECT_EQ(World::list(view.fastStates.sequences.begin, 2), (List{0, 150}));
     EXPECT_EQ(World::list(view.fastStates.sequences.end, 2), (List{150, 160}));
-    ASSERT_EQ(view.deltaTiles.count, 4);
-    EXPECT_EQ(World::list(view.deltaTiles.begin, 4), (List{0, 64, 128, 150}));
-    EXPECT_EQ(World::list(view.deltaTiles.end, 4), (List{64, 128, 150, 160}));
-}
-
-// Layers that go row after row take fast rows from anywhere, and keep a state after any of them.
-TEST(BatchNumbers, WithoutTilesOfStatesFastRowsBeginAnywhere) {
-    World world(true);
-    const int32_t a = world.held(70);
-    world.add(RowKind::Prompt, a, 100, {75, 128});
-    EXPECT_THROW(world.fill(0), Error) << "tiles of states begin at multiples of 64";
-    world.room.stateTiles = false;
-    const BatchView view = world.fill(0);
-    const std::vector<StateStep> steps = world.kv.states().steps(a);
-    ASSERT_EQ(steps.size(), 3u);
-    EXPECT_EQ(view.fastStates.from[0], steps[0].from);
-    EXPECT_EQ(view.fastStates.to[4], steps[0].to);
-    EXPECT_EQ(view.fastStates.to[57], steps[1].to);
-    EXPECT_EQ(view.fastStates.to[99], steps[2].to);
-    EXPECT_EQ(view.fastStates.sequences.count, 1);
-    EXPECT_EQ(view.deltaTiles.count, 0);
-    EXPECT_EQ(view.queryTiles.count, 2);
+    ASSERT_EQ(view.stateTiles.count, 4);
+    EXPECT_EQ(World::list(view.stateTiles.begin, 4), (List{0, 64, 128, 150}));
+    EXPECT_EQ(World::list(view.stateTiles.end, 4), (List{64, 128, 150, 160}));
 }
 
 // A captured step of n rows is replayed for any number of sequences: what is not there is empty.
@@ -256,7 +237,7 @@ TEST(BatchNumbers, ADraftsInputsAreJoinedInTurn) {
     const BatchView view = world.fill(0);
     EXPECT_EQ(World::list(view.sources, 3), (List{10, 11, 12}));
     EXPECT_EQ(World::list(view.joined, 6), (List{0, 3, 1, 4, 2, 5}));
-    EXPECT_EQ(view.deltaTiles.count, 0) << "a draft goes through no recurrent layer";
+    EXPECT_EQ(view.stateTiles.count, 0) << "a draft goes through no recurrent layer";
     EXPECT_EQ(World::list(view.fastStates.to, 3), (List{-1, -1, -1}));
 }
 

@@ -9,6 +9,7 @@
 #include "core/error.h"
 #include "kernels/attention/attention.h"
 #include "kernels/attention/latent_shape.h"
+#include "kernels/delta/mamba.h"
 #include "kernels/experts/expert_cache.h"
 #include "kernels/experts/router.h"
 #include "kernels/formats/packed_shape.h"
@@ -122,7 +123,7 @@ std::vector<Part> ofMixer(const GpuScratch& s, const StepLimits& l) {
     const int64_t splitQueries = l.kvType != KvType::BF16 ? 1 : 0, split = l.floatWeights ? 1 : 0,
                   delta = l.deltaHeads && fast ? 1 : 0;
     const int64_t keys = l.deltaChannels - l.deltaWidth,
-                  tiles = s.batch.layout->deltaTiles();  // keys: of queries and keys together
+                  tiles = s.batch.layout->stateTiles();  // keys: of queries and keys together
     return {
         {"q", s.rows[RowBuffer::Queries], kFloat * rows * l.queryWidth},
         {"k", s.rows[RowBuffer::Keys], kFloat * rows * l.kvWidth},
@@ -138,6 +139,12 @@ std::vector<Part> ofMixer(const GpuScratch& s, const StepLimits& l) {
          rows > 64
              ? kFloat * (rows / 64 + (fast ? std::min<int64_t>(rows, kMostPrompts) : std::min<int64_t>(rows, 80))) * 3 *
                    l.mambaChannels
+             : 0},
+        {"mambaChunks", s.mambaChunks,
+         l.mambaHeads && fast
+             ? static_cast<int64_t>(cuda::mambaChunkBytes(
+                   fast, tiles,
+                   {l.mambaHeads, l.mambaGroups, static_cast<int32_t>(l.mambaWidth / l.mambaHeads), l.mambaStateDim}))
              : 0},
         {"mambaSteps", s.rows[RowBuffer::MambaSteps], kFloat * rows * l.mambaHeads},
         {"mambaDecays", s.rows[RowBuffer::MambaDecays], kFloat * rows * l.mambaHeads},
@@ -420,6 +427,21 @@ TEST(GpuScratch, WorkspacesHoldWhatTheyAreDividedInto) {
         for (const bool split : {false, true}) {
             const int64_t needed = 2 * kInt * rows + (split ? 2 : 1) * kHalf * operands + tiles * 8 * 64 * 2 * kFloat;
             const auto taken = static_cast<int64_t>(cuda::deltaChunkBytes(rows, tiles, deltaShape(), split));
+            EXPECT_GE(taken, needed);
+            EXPECT_LT(taken, needed + 256);
+        }
+    }
+}
+
+// Of each tile and group four operands in halves and one in floats, of each tile and head 17 floats a row; of each row
+// two numbers.
+TEST(GpuScratch, ChunksOfMambaHaveRoom) {
+    for (const int64_t rows : {1, 64, 1000}) {
+        for (const auto& [stateDim, padded] : {std::pair{7, 64}, {64, 64}, {100, 128}, {128, 128}, {256, 256}}) {
+            const int64_t tiles = rows / 64 + 1, needed = 2 * kInt * rows + tiles * 6 * 64 * 17 * kFloat +
+                                                          tiles * 3 * 64 * (4 * kHalf * padded + 64 * kFloat);
+            const auto taken =
+                static_cast<int64_t>(cuda::mambaChunkBytes(rows, tiles, cuda::MambaShape{6, 3, 16, stateDim, 4}));
             EXPECT_GE(taken, needed);
             EXPECT_LT(taken, needed + 256);
         }

@@ -109,7 +109,7 @@ struct TwoArithmeticsEngine {
 
 // The step of such a backend for a model: whole tiles where a state goes through them.
 inline int64_t promptStepOf(const Options& options) {
-    return describe(options) == describe(hybrids()[0]) ? sharpi::kPromptTile : 1;
+    return describe(options) == describe(hybrids()[0]) || family(options.architecture).mamba ? sharpi::kPromptTile : 1;
 }
 
 }  // namespace tiny

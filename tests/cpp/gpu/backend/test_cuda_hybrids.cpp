@@ -41,10 +41,6 @@ protected:
         for (const tiny::Options& o : tiny::mambas()) all.push_back(o);
         return all;
     }
-    // The fast rows of a batch are as many, except at the end: see Backend::promptStep().
-    static int64_t promptStep(const tiny::Options& tiny) {
-        return tiny::family(tiny.architecture).mamba ? 1 : kPromptTile;
-    }
 };
 
 // Batches of a few rows of some of the sequences: each step begins from other states than the captured one.
@@ -121,8 +117,8 @@ TEST_F(CudaHybrids, PromptsOfDifferentLengthsGoOnInOneBatch) {
         while (!all.finished()) {
             std::vector<size_t> counts;
             for (size_t s = 0; s < all.texts.size(); ++s) {
-                const size_t tiles = random()() % (promptStep(tiny) == 1 ? 200 : 4);
-                counts.push_back(std::min<size_t>(tiles * promptStep(tiny), all.left(s)));
+                // Whole tiles, except at the end: see Backend::promptStep().
+                counts.push_back(std::min<size_t>(random()() % 4 * kPromptTile, all.left(s)));
             }
             all.run(counts, RowKind::Prompt);
         }
@@ -278,8 +274,8 @@ TEST_F(CudaHybrids, RowsOfAStepCanBeTakenBack) {
     }
 }
 
-// A prompt's state is kept after whole tiles, or anywhere (Mamba 2). The rows after it are rolled back, and computed
-// again together with new ones.
+// A prompt's state is kept after whole tiles. The rows after it are rolled back, and computed again together with new
+// ones.
 TEST_F(CudaHybrids, RowsOfAPrefillCanBeTakenBack) {
     for (const tiny::Options& tiny : hybrids()) {
         SCOPED_TRACE(tiny::describe(tiny));
@@ -307,8 +303,8 @@ TEST_F(CudaHybrids, RowsOfAPrefillCanBeTakenBack) {
         const auto expected = run(whole, kLength, 0);
         std::vector<float> all;
         while (pass.kv.length(handle) < kLength) {
-            const int64_t left = kLength - pass.kv.length(handle), step = promptStep(tiny),
-                          right = std::min<int64_t>(left, step * (1 + random()() % (2 * kPromptTile / step)));
+            const int64_t left = kLength - pass.kv.length(handle),
+                          right = std::min<int64_t>(left, kPromptTile * (1 + random()() % 2));
             const auto got = run(handle, right, std::min<int64_t>(random()() % 100, left - right));
             all.insert(all.end(), got.begin(), got.end());
         }
