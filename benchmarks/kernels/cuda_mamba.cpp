@@ -1,9 +1,11 @@
 // Measures Mamba 2 on the GPU at the shapes of nemotron-3-nano-30b and granite-4-h-small: a layer's step for some
-// sequences with a row each, with and without the norm after it, and prompts. It takes no arguments. A step's layers
+// sequences with a row each, with and without the norm after it, and prompts, whose scan is measured row after row and
+// in chunks on tensor cores. It takes no arguments. A step's layers
 // follow each other in one graph, with states in more memory than the second-level cache holds. "of copy": of the rate
 // at which the device copies a large array, read and written bytes counted.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -126,6 +128,18 @@ void steps(Stream& stream, const char* name, const MambaShape& shape, int64_t se
     std::fflush(stdout);
 }
 
+// Rows cut into tiles of kDeltaChunk.
+RowRanges tilesOf(int64_t sequences, int64_t rows) {
+    std::vector<int32_t> begin, end;
+    for (int64_t s = 0; s < sequences; ++s) {
+        for (int64_t t = 0; t < rows; t += kDeltaChunk) {
+            begin.push_back(static_cast<int32_t>(s * rows + t));
+            end.push_back(static_cast<int32_t>(s * rows + std::min(rows, t + kDeltaChunk)));
+        }
+    }
+    return {onDevice(begin), onDevice(end), static_cast<int64_t>(begin.size())};
+}
+
 void prompt(Stream& stream, const char* name, const MambaShape& shape, int64_t sequences, int64_t rows) {
     const Layer layer(shape, sequences * rows, 2 * sequences);
     const DeltaBatch batch = batchOf(sequences, rows);
@@ -135,12 +149,21 @@ void prompt(Stream& stream, const char* name, const MambaShape& shape, int64_t s
         stream, [&] { prepareMamba(stream, layer.in, layer.parameters, shape, layer.states, batch, rows, windows); });
     const double scan =
         measure(stream, [&] { scanMamba(stream, layer.in, layer.parameters, shape, layer.states, batch); });
+    const RowRanges tiles = tilesOf(sequences, rows);
+    void* chunks = nullptr;
+    require(cudaMalloc(&chunks, mambaChunkBytes(batch.rows, tiles.count, shape)));
+    const double inChunks = measure(stream, [&] {
+        scanMambaInChunks(stream, layer.in, layer.parameters, shape, layer.states, batch, tiles, chunks);
+    });
     const double norm = measure(
         stream, [&] { normMamba(stream, layer.in.gate, layer.parameters, shape, batch.rows, {layer.out, {}, {}}); });
-    std::printf("%-18s %2d prompts of %5d: convolution %8.1f us, scan %8.1f us, norm %8.1f us\n", name,
-                static_cast<int>(sequences), static_cast<int>(rows), convolution * 1e6, scan * 1e6, norm * 1e6);
+    std::printf("%-18s %2d prompts of %5d: convolution %8.1f us, scan %8.1f us, in chunks %8.1f us, norm %8.1f us\n",
+                name, static_cast<int>(sequences), static_cast<int>(rows), convolution * 1e6, scan * 1e6,
+                inChunks * 1e6, norm * 1e6);
     std::fflush(stdout);
-    require(cudaFree(windows));
+    for (void* p : {windows, chunks, const_cast<void*>(static_cast<const void*>(tiles.begin)),
+                    const_cast<void*>(static_cast<const void*>(tiles.end))})
+        require(cudaFree(p));
 }
 
 }  // namespace
@@ -158,6 +181,7 @@ int main() {
         for (const int64_t rows : {4, 8}) steps(stream, name, shape, 1, rows, copy);
         prompt(stream, name, shape, 1, 2048);
         prompt(stream, name, shape, 4, 512);
+        prompt(stream, name, shape, 1, 512);
     }
     return 0;
 }

@@ -1,6 +1,6 @@
 // What both kernels of the delta rule in chunks (gated_delta_chunks.cu) share: the place of a chunk in memory, operands
 // of tensor cores from shared memory and from registers, products in both forms, and copies of a chunk to shared
-// memory.
+// memory. Mamba 2's kernels (mamba_chunks.cu) use all but the first.
 #pragma once
 
 #include "kernels/attention/attention.cuh"
