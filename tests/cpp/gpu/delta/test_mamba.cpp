@@ -425,6 +425,21 @@ std::vector<std::pair<int32_t, int32_t>> tilesOf(const PartRows& list, std::mt19
 
 class MambaChunks : public Mamba {
 protected:
+    // In tiles of 64 rows, or cut anywhere.
+    void scanInChunks(const MambaWorld& w, const DeviceMamba& device, bool whole) {
+        std::vector<int32_t> begins, ends;
+        for (const auto& [first, last] : tilesOf(w.list, random(), whole))
+            begins.push_back(first), ends.push_back(last);
+        const DeviceArray<int32_t> begin(begins), end(ends);
+        const auto count = static_cast<int64_t>(begins.size());
+        // What is not written must not matter.
+        const DeviceArray<uint8_t> scratch(
+            std::vector<uint8_t>(mambaChunkBytes(w.list.rows, count, w.shape), uint8_t{0xff}));
+        scanMambaInChunks(stream(), device.inputs, device.parameters, w.shape, device.states, device.batch,
+                          {begin.get(), end.get(), count}, scratch.get());
+        stream().synchronize();
+    }
+
     // Begins with what prepareMamba made. decays: of the first heads, if they are not as they come.
     void compare(const MambaShape& shape, const std::vector<Part>& parts, bool whole,
                  const std::vector<float>& decays = {}) {
@@ -434,17 +449,8 @@ protected:
             w.steps[i] = mambaStep(w.steps[i], w.stepBias[head]);
             w.decays[i] = head < decays.size() ? decays[head] : mambaDecay(w.steps[i], w.rate[head]);
         }
-        std::vector<int32_t> begins, ends;
-        for (const auto& [first, last] : tilesOf(w.list, random(), whole))
-            begins.push_back(first), ends.push_back(last);
-        const DeviceArray<int32_t> begin(begins), end(ends);
-        const auto count = static_cast<int64_t>(begins.size());
         const DeviceMamba device(w);
-        // What is not written must not matter.
-        const DeviceArray<uint8_t> scratch(
-            std::vector<uint8_t>(mambaChunkBytes(w.list.rows, count, shape), uint8_t{0xff}));
-        scanMambaInChunks(stream(), device.inputs, device.parameters, shape, device.states, device.batch,
-                          {begin.get(), end.get(), count}, scratch.get());
+        scanInChunks(w, device, whole);
         std::vector<double> states;
         const std::vector<double> expected = w.scanInDouble(states);
         const std::string what = nameOf(w) + (whole ? ", whole tiles" : ", tiles cut anywhere");
@@ -467,13 +473,9 @@ private:
                 const double d = std::abs(expected[i] - got[i]);
                 difference = std::isnan(d) ? INFINITY : std::max(difference, d);
             }
-            worst = std::max(worst, difference / largest);
             EXPECT_LT(difference / largest, 5e-5) << what << ", head " << head;
         }
     }
-
-protected:
-    double worst = 0;
 };
 
 TEST_F(MambaChunks, AreNearDoublePrecision) {
@@ -489,11 +491,39 @@ TEST_F(MambaChunks, AreNearDoublePrecision) {
     compare({68, 4, 64, 128, 4}, one, true);
 }
 
-// Heads that forget everything at each row, nearly everything, nearly nothing and nothing, and one without numbers
-// between.
+// At each row heads forget everything, nearly everything, nothing, nearly nothing, most, and whatever comes.
 TEST_F(MambaChunks, AreNearWithAnyDecays) {
     for (const bool whole : {true, false})
         compare({6, 2, 16, 24, 4}, kTiledParts, whole, {0.0f, 1e-30f, 1.0f, 0.9999f, 1e-4f});
+}
+
+// Alone, and with so many others that a block takes more columns of each head.
+TEST_F(MambaChunks, BitsDoNotDependOnOtherSequences) {
+    constexpr int64_t kRows = 70, kOthers = 16;
+    for (const MambaShape& shape : {MambaShape{4, 2, 64, 128, 4}, MambaShape{2, 1, 64, 24, 4}}) {
+        MambaWorld alone = world(shape, {{-1, {{kRows, 0}}}});
+        alone.decays = randomFloats(alone.steps.size());
+        for (float& decay : alone.decays) decay = std::exp(-std::abs(decay));
+        std::vector<Part> parts;
+        for (int32_t s = 0; s <= kOthers; ++s) parts.push_back({-1, {{kRows, s}}});
+        MambaWorld all = world(shape, parts);
+        all.skip = alone.skip;
+        all.decays.assign(all.steps.size(), 0.5f);
+        const auto put = [](const std::vector<float>& from, std::vector<float>& to) {
+            std::copy(from.begin(), from.end(), to.end() - static_cast<std::ptrdiff_t>(from.size()));
+        };
+        put(alone.mixed, all.mixed), put(alone.gate, all.gate), put(alone.steps, all.steps);
+        put(alone.decays, all.decays);
+        const DeviceMamba one(alone), many(all);
+        scanInChunks(alone, one, true), scanInChunks(all, many, true);
+        const auto lastOf = [](const std::vector<float>& x, size_t count) {
+            return std::vector<float>(x.end() - static_cast<std::ptrdiff_t>(count), x.end());
+        };
+        EXPECT_TRUE(sameBits(one.gate.read(), lastOf(many.gate.read(), alone.gate.size()))) << nameOf(alone);
+        std::vector<float> first = one.matrixStates.read();
+        first.resize(static_cast<size_t>(shape.matrixFloats()));
+        EXPECT_TRUE(sameBits(first, lastOf(many.matrixStates.read(), first.size()))) << nameOf(alone);
+    }
 }
 
 // Every form must be what convertRows, which has its own tests, makes of the CPU's floats.
