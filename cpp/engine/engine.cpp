@@ -142,7 +142,7 @@ void Engine::load() {
     _trace.note("start");
     _backend->readFrom(_files->files(), _options.expertRamBytes);
     _backend->whenUploaded([this](double seconds) { uploaded(seconds); });
-    _weights.emplace(_spec, *_files, _backend->placer(), _options.homes, _options.expertSlotBytes, _options.context,
+    _weights.emplace(_spec, *_files, _backend->placer(), _options.homes, slotBudget(_options), _options.context,
                      _trace);
     RecurrentState states(allocator, recurrentShapes(_spec), _options.sequences);
     if (states.any()) _trace.note("recurrent state");

@@ -12,7 +12,7 @@
 
 namespace sharpi {
 
-void ExpertSlotManager::take(size_t budget, ExpertAccessProfiler* profiler) {
+void ExpertSlotManager::take(const SlotBudget& budget, ExpertAccessProfiler* profiler) {
     takeMemory(budget);
     const std::lock_guard lock(_mutex);
     size_t keys = 0, slots = 0;

@@ -37,7 +37,7 @@ public:
     // small for the landing slots and one slot more takes nothing: the cache is then empty, and every lookup a miss.
     // Once, after the last addLayer(). Throws Error(OutOfMemory); nothing was taken then. profiler: told of loads and
     // evictions, by this class's numbers of layers; may be null.
-    void take(size_t budget, ExpertAccessProfiler* profiler);
+    void take(const SlotBudget& budget, ExpertAccessProfiler* profiler);
     // What leaves is on the disk, and not in RAM (ExpertPolicy::setReluctant). After take().
     void setReluctant();
     // From now on preload() works; with nullptr, it no longer does: this waits for the loads on their way and forgets

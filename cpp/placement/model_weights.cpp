@@ -21,7 +21,7 @@ std::string traceName(const ListedWeight& weight) {
 }  // namespace
 
 ModelWeights::ModelWeights(const ModelSpec& spec, const Weights& files, Placer& placer, const Homes& homes,
-                           size_t expertSlotBytes, int64_t context, LoadTrace& trace)
+                           const SlotBudget& slots, int64_t context, LoadTrace& trace)
     : _spec(spec),
       _files(files),
       _placer(placer),
@@ -43,7 +43,7 @@ ModelWeights::ModelWeights(const ModelSpec& spec, const Weights& files, Placer& 
     loadPart(ModelPart::Head, trace);
     _placer.finish();
     trace.note("streaming");
-    _placer.takeExpertSlots(expertSlotBytes);
+    _placer.takeExpertSlots(slots);
     trace.note("expert slots");
 }
 

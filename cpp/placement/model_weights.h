@@ -16,10 +16,10 @@ namespace sharpi {
 
 class ModelWeights {
 public:
-    // homes: see homes.h. expertSlotBytes: for the slots of experts in Slots. context: positions that rotary tables
-    // cover. Throws Error(OutOfMemory), Error(BadModel).
+    // homes: see homes.h. slots: of experts in Slots. context: positions that rotary tables cover. Throws
+    // Error(OutOfMemory), Error(BadModel).
     ModelWeights(const ModelSpec& spec, const Weights& files, Placer& placer, const Homes& homes,
-                 size_t expertSlotBytes, int64_t context, LoadTrace& trace);
+                 const SlotBudget& slots, int64_t context, LoadTrace& trace);
 
     // A matrix without rows, or a stack without matrices, if the model does not have it.
     const Weight& operator[](MatrixId id) const { return id ? at(id.index).matrix : _absent.matrix; }

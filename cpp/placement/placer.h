@@ -45,8 +45,8 @@ public:
     virtual void startHead() {}
     // Call it after the last weight.
     virtual void finish() {}
-    // After finish(): takes up to `bytes` for slots of single experts, if experts are in Slots.
-    virtual void takeExpertSlots(size_t) {}
+    // After finish(): takes slots of single experts, if experts are in Slots.
+    virtual void takeExpertSlots(const SlotBudget&) {}
 };
 
 // The CPU's: matrices stay in the mapped file, whatever the plan says.
@@ -60,7 +60,7 @@ public:
     PlacedExperts experts(const ExpertStacks& file, Home home, const std::string& name) override;
     Weight made(const Matrix& shape, std::vector<uint8_t> bytes, const std::string& name) override;
     const float* vector(const float* host, size_t count, const std::string& name) override;
-    void takeExpertSlots(size_t bytes) override { _slots.take(bytes, _profiler); }
+    void takeExpertSlots(const SlotBudget& budget) override { _slots.take(budget, _profiler); }
 
 private:
     Allocator& _allocator;
@@ -83,7 +83,7 @@ public:
     void startPrediction() override { _stream.startPrediction(); }
     void startHead() override { _stream.startHead(); }
     void finish() override;
-    void takeExpertSlots(size_t bytes) override { _slots.take(bytes, _profiler); }
+    void takeExpertSlots(const SlotBudget& budget) override { _slots.take(budget, _profiler); }
     // The stream groups of the stacks of a layer whose experts are in Slots.
     const std::vector<int32_t>& stackGroups(int32_t row) const { return _stackGroups.at(static_cast<size_t>(row)); }
 

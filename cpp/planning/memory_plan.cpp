@@ -131,7 +131,7 @@ struct Counted {
         if (layout) placer = std::make_unique<DevicePlacer>(allocator, *layout, stream, slots, nullptr);
         else placer = std::make_unique<MappedPlacer>(allocator, slots, nullptr);
         const Weights shapes(tensors);
-        weights.emplace(spec, shapes, *placer, options.homes, options.expertSlotBytes, options.context, trace);
+        weights.emplace(spec, shapes, *placer, options.homes, slotBudget(options), options.context, trace);
     }
 
     CountingMemory memory;
@@ -197,6 +197,10 @@ int64_t batchRows(const EngineOptions& options) {
 
 int64_t headRows(const EngineOptions& options) {
     return std::clamp<int64_t>(2 * int64_t{options.sequences}, kMostDraftRows, kExactLaunchRows);
+}
+
+SlotBudget slotBudget(const EngineOptions& options) {
+    return {options.expertSlotBytes, std::min(batchRows(options), headRows(options))};
 }
 
 StepLimits engineLimits(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options) {

@@ -25,6 +25,8 @@ std::vector<ExpertSlotManager::PoolShape> expertPools(const ModelSpec& spec, con
 int64_t batchRows(const EngineOptions& options);
 // Rows from which tokens can be chosen at once: a token and a draft of each sequence, or all drafts of one.
 int64_t headRows(const EngineOptions& options);
+// Of the device's memory, for experts in Slots.
+SlotBudget slotBudget(const EngineOptions& options);
 // What a backend's buffers are sized for.
 StepLimits engineLimits(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);
 // By layer; a prediction layer's is the last.

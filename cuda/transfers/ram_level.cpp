@@ -10,9 +10,9 @@ RamLevel::RamLevel(const cuda::DeviceInfo& device, const std::vector<MappedFile>
       _reader(files),
       _experts(_slots, _reader, nullptr) {}
 
-void RamLevel::take(const ExpertSlotManager& layers, size_t bytes) {
+void RamLevel::take(const ExpertSlotManager& layers, const SlotBudget& budget) {
     for (int32_t layer = 0; layer < layers.layers(); ++layer) _slots.addLayer(layers.file(layer));
-    _slots.take(bytes, nullptr);
+    _slots.take(budget, nullptr);
     if (_slots.bytes() > 0) _pinned.emplace(_device, _slots.memory(), _slots.bytes());
 }
 

@@ -20,8 +20,8 @@ public:
     FileReader& reader() { return _reader; }
     RamExperts& experts() { return _experts; }
 
-    // Takes slots of up to `bytes` for the experts of these layers. Throws Error(OutOfMemory).
-    void take(const ExpertSlotManager& layers, size_t bytes);
+    // Takes slots for the experts of these layers. Throws Error(OutOfMemory).
+    void take(const ExpertSlotManager& layers, const SlotBudget& budget);
     size_t bytes() const { return _slots.bytes(); }
     int64_t capacity() const { return _slots.capacity(); }  // experts
 

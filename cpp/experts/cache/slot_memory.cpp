@@ -44,21 +44,21 @@ int32_t ExpertSlotMemory::addLayer(const ExpertStacks& file) {
 
 // Landing slots come off the budget first; rest: what they leave. False: the budget is too small for them and one slot
 // more, so there are none.
-bool ExpertSlotMemory::cutLanding(size_t budget, size_t* rest) {
+bool ExpertSlotMemory::cutLanding(const SlotBudget& budget, size_t* rest) {
     size_t landing = 0, least = SIZE_MAX, all = 0;
     for (const Pool& pool : _pools) all += pool.shape.slotBytes * static_cast<size_t>(pool.shape.experts);
     for (Pool& pool : _pools) {
         PoolShape& shape = pool.shape;
-        const size_t slots = std::min(budget, all) * static_cast<size_t>(shape.experts) / all;
+        const size_t slots = std::min(budget.bytes, all) * static_cast<size_t>(shape.experts) / all;
         shape.capacity = 0;
         const size_t ofToken = std::min({kLandingBytes / shape.slotBytes, slots / kSlotsForALanding, kLandingOfToken});
-        shape.landing =
-            static_cast<int32_t>(std::clamp(std::max(ofToken, slots / kSlotsForMoreLanding), size_t{1}, kMostLanding));
+        const size_t ofRows = std::min(static_cast<size_t>(budget.stepRows), slots / kSlotsForMoreLanding);
+        shape.landing = static_cast<int32_t>(std::clamp(std::max(ofToken, ofRows), size_t{1}, kMostLanding));
         landing += shape.slotBytes * static_cast<size_t>(shape.landing);
         least = std::min(least, shape.slotBytes);
     }
-    if (!_pools.empty() && budget >= landing && budget - landing >= least) {
-        *rest = budget - landing;
+    if (!_pools.empty() && budget.bytes >= landing && budget.bytes - landing >= least) {
+        *rest = budget.bytes - landing;
         return true;
     }
     for (Pool& pool : _pools) pool.shape.landing = 0;
@@ -67,7 +67,7 @@ bool ExpertSlotMemory::cutLanding(size_t budget, size_t* rest) {
 
 // Every pool gets the same part of its experts, in whole slots: first rounded down; then one more each, beginning with
 // the pool that rounding cost the most, while the rest of the budget is enough for one.
-void ExpertSlotMemory::cutBudget(size_t budget) {
+void ExpertSlotMemory::cutBudget(const SlotBudget& budget) {
     size_t rest = 0, all = 0;
     if (!cutLanding(budget, &rest)) return;
     for (const Pool& pool : _pools) all += pool.shape.slotBytes * static_cast<size_t>(pool.shape.experts);
@@ -92,7 +92,7 @@ void ExpertSlotMemory::cutBudget(size_t budget) {
     }
 }
 
-void ExpertSlotMemory::takeMemory(size_t budget) {
+void ExpertSlotMemory::takeMemory(const SlotBudget& budget) {
     if (_taken) throw Error(ErrorKind::Internal, "the experts' slots cannot grow: captured steps may read them");
     cutBudget(budget);
     size_t bytes = 0;

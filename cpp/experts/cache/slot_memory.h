@@ -19,6 +19,14 @@
 
 namespace sharpi {
 
+// What slots are taken for.
+struct SlotBudget {
+    SlotBudget(size_t most, int64_t rows = 1) : bytes(most), stepRows(rows) {}
+
+    size_t bytes = 0;      // at most, landing slots included
+    int64_t stepRows = 1;  // the most that a step has
+};
+
 // An expert by its pool, and its number among the pool's experts.
 struct ExpertKey {
     int32_t pool = -1, key = -1;
@@ -28,10 +36,10 @@ class ExpertSlotMemory {
 public:
     // A token needs few landing slots: up to kLandingOfToken, as many as fit into kLandingBytes, and one for each
     // kSlotsForALanding slots that the budget gives the pool, so that a small cache keeps most of its slots. Steps of
-    // many rows miss more experts. For them, a large pool has one for each kSlotsForMoreLanding slots, up to
-    // kMostLanding. Every pool has at least one.
+    // many rows miss more experts. For them, a pool has a landing slot for each row, as long as these are at most one
+    // for each kSlotsForMoreLanding slots. Every pool has at least one.
     static constexpr size_t kLandingBytes = size_t{64} << 20, kLandingOfToken = 8, kSlotsForALanding = 8;
-    static constexpr size_t kMostLanding = kMaxExpertFetches, kSlotsForMoreLanding = 192;
+    static constexpr size_t kMostLanding = kMaxExpertFetches, kSlotsForMoreLanding = 64;
 
     struct PoolShape {
         int32_t layers = 0;
@@ -62,9 +70,8 @@ public:
 protected:
     ~ExpertSlotMemory() = default;
 
-    // Takes slots of up to `budget` bytes in all, landing slots included. Throws Error(OutOfMemory); nothing was taken
-    // then.
-    void takeMemory(size_t budget);
+    // Throws Error(OutOfMemory); nothing was taken then.
+    void takeMemory(const SlotBudget& budget);
     bool taken() const { return _taken; }
     // Throws Error(Internal) if there is no such expert, or no memory was taken.
     ExpertKey keyOf(int32_t layer, int32_t expert) const;
@@ -86,8 +93,8 @@ private:
     };
     const Layer& layerAt(int32_t layer) const { return _layers.at(static_cast<size_t>(layer)); }
     size_t slotBytesOf(const ExpertStacks& file) const;
-    bool cutLanding(size_t budget, size_t* rest);
-    void cutBudget(size_t budget);
+    bool cutLanding(const SlotBudget& budget, size_t* rest);
+    void cutBudget(const SlotBudget& budget);
 
     Allocator& _allocator;
     DeviceLayout _layout;

@@ -196,18 +196,25 @@ TEST(ExpertSlots, LandingPlacesLeaveASmallCacheMostOfIt) {
     }
 }
 
+// A landing slot for each row of a step, as long as these are no more than one for each 64 slots.
 TEST(ExpertSlots, LargeCachesHaveLandingPlacesForManyRows) {
     DeviceLayout layout;
     layout.bytes = [](const Matrix&) { return size_t{4096}; };
-    for (const auto& [slots, landing] : std::vector<std::pair<int32_t, int32_t>>{
-             {1000, 8}, {1727, 8}, {1728, 9}, {4000, 20}, {12287, 63}, {12288, 64}, {13000, 64}}) {
+    struct Case {
+        int32_t slots;
+        int64_t rows;
+        int32_t landing;
+    };
+    for (const auto& [slots, rows, landing] :
+         std::vector<Case>{{60, 64, 7}, {500, 64, 8}, {575, 64, 8}, {576, 64, 9}, {4000, 1, 8}, {4000, 8, 8},
+                           {4000, 9, 9}, {4000, 64, 62}, {4096, 64, 64}, {13000, 64, 64}, {13000, 200, 64}}) {
         FakeDevice device(size_t{1} << 30);
         Allocator allocator(device);
         ExpertSlotManager world(allocator, layout);
         const MatrixStack stack{{DType::F32, 1, 32, nullptr}, 128, 14000};
         world.addLayer({stack, stack, stack});
-        world.take(static_cast<size_t>(slots) * 3 * 4096, nullptr);
-        EXPECT_EQ(world.pools()[0].landing, landing) << slots;
+        world.take({static_cast<size_t>(slots) * 3 * 4096, rows}, nullptr);
+        EXPECT_EQ(world.pools()[0].landing, landing) << slots << " slots, " << rows << " rows";
         EXPECT_EQ(world.pools()[0].capacity, slots - landing);
     }
 }

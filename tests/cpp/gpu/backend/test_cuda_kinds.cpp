@@ -20,7 +20,7 @@ struct World {
           backend(0, size_t{0}, 2),
           trace(backend.allocator(), nullptr),
           limits(engineLimits(spec, files->tensors(), o)),
-          weights(spec, *files, backend.placer(), normalized(spec, o.homes), o.expertSlotBytes, o.context, trace),
+          weights(spec, *files, backend.placer(), normalized(spec, o.homes), slotBudget(o), o.context, trace),
           kv(backend.allocator(), kvShapes(spec), o.kvType, sequences * o.context,
              RecurrentState(backend.allocator(), recurrentShapes(spec), 2 * sequences)),
           forward(spec, weights, backend, kv, limits),

@@ -96,7 +96,7 @@ inline std::vector<LayerShape> layersOf(int count, int32_t experts = 8) {
     return std::vector<LayerShape>(static_cast<size_t>(count), shape);
 }
 
-// The number of landing slots that each pool gets from a budget.
+// The number of landing slots that each pool gets from a budget, for steps of one row.
 inline std::vector<size_t> landingSlots(const ExpertSlotManager& slots, size_t budget) {
     size_t all = 0;
     for (const auto& pool : slots.pools()) all += pool.slotBytes * static_cast<size_t>(pool.experts);
@@ -104,7 +104,7 @@ inline std::vector<size_t> landingSlots(const ExpertSlotManager& slots, size_t b
     for (const auto& pool : slots.pools()) {
         const size_t fit = std::min(budget, all) * static_cast<size_t>(pool.experts) / all;
         const size_t ofToken = std::min({size_t{8}, fit / 8, (size_t{64} << 20) / pool.slotBytes});
-        made.push_back(std::clamp<size_t>(std::max(ofToken, fit / 192), 1, 64));
+        made.push_back(std::max(size_t{1}, ofToken));
     }
     return made;
 }
