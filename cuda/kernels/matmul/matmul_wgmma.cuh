@@ -49,7 +49,7 @@ template <int kTileN_, int kTileT_, int kThreads_, int kStride_, int kPending_, 
 };
 
 // Long prompts, and experts.
-template <int kTileT> using LargeTiling = WgmmaTiling<128, kTileT, 256, 1, 1, 1>;
+template <int kTileT> using LargeTiling = WgmmaTiling<128, kTileT, 256, 1, 1, 2>;
 // Prompts for which large tiles make fewer blocks than there are multiprocessors.
 template <int kTileT> using SmallTiling = WgmmaTiling<64, kTileT, 256, 2, 1, 2>;
 
