@@ -1,4 +1,4 @@
-"""How fast the disk under a model's file is, for models that are larger than RAM."""
+"""What is under a model's file: how fast the disk is, for models that are larger than RAM, or RAM itself."""
 
 from __future__ import annotations
 
@@ -7,15 +7,31 @@ import os
 import random
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["ASSUMED_BYTES_PER_SECOND", "disk_bytes_per_second"]
+__all__ = ["ASSUMED_BYTES_PER_SECOND", "bytes_in_ram", "disk_bytes_per_second"]
 
 # Of an NVMe disk of the usual kind, for files that are not here.
 ASSUMED_BYTES_PER_SECOND = 3e9
 # As the core reads experts: so many requests at a time, each of about the size of an expert's matrix.
 _READERS, _BLOCK = 16, 1 << 20
 _SECONDS = 0.6
+_MOUNTS, _IN_RAM = "/proc/self/mountinfo", ("tmpfs", "ramfs", "hugetlbfs")
+
+
+def bytes_in_ram(paths: Iterable[Path]) -> int:
+    """Bytes of these files that are in RAM for good, because their file system is (tmpfs): who maps them needs no RAM
+    for them."""
+    try:
+        mounts = Path(_MOUNTS).read_text(encoding="utf-8", errors="replace").splitlines()
+        halves = [line.split(" - ", 1) for line in mounts if " - " in line]
+        devices = {own.split(" ")[2] for own, file_system in halves if file_system.split(" ")[0] in _IN_RAM}
+        found = [os.stat(path) for path in paths]
+    except OSError:
+        return 0
+    return sum(status.st_blocks * 512 for status in found
+               if f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}" in devices)
 
 
 def disk_bytes_per_second(path: Path, readers: int = _READERS) -> float | None:

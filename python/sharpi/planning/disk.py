@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from sharpi.machine.disk import bytes_in_ram
 from sharpi.machine.hardware import free_ram_bytes, ram_bytes
 from sharpi.planning.copies import kept
 from sharpi.planning.placement import ExpertPool, Placed, Use
@@ -60,8 +61,11 @@ def all_ram(request: Request) -> int:
 
 
 def free_ram(request: Request) -> int:
-    """The RAM that a plan may take. What a person plans for another machine, or a test sets, is all free."""
-    return min(ram_bytes(), free_ram_bytes()) if request.ram is None else request.ram
+    """The RAM that a plan may take, weights included that are in it already. What a person plans for another machine,
+    or a test sets, is all free."""
+    if request.ram is not None:
+        return request.ram
+    return min(ram_bytes(), free_ram_bytes() + bytes_in_ram(request.file.paths))
 
 
 def present_ram(request: Request) -> int:

@@ -91,7 +91,6 @@ def test_a_part_of_the_ram_is_never_locked(mixture: Any) -> None:
 
 def test_a_dense_model_beside_a_gpu_comes_through_the_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeWeights(layers=8)
-    monkeypatch.setattr(FakeWeights, "paths", (), raising=False)
     monkeypatch.setattr("sharpi.planning.request.ASSUMED_BYTES_PER_SECOND", DISK)
     vram = model.total // 2
     plain = plan_of(model, vram, ram=GIB, shown=True)
@@ -148,7 +147,6 @@ def test_auto_takes_no_cpu_whose_ram_lacks_the_room(monkeypatch: pytest.MonkeyPa
 def test_a_dense_model_that_ram_has_no_room_for_now_is_read_from_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """The RAM is there, and others have it."""
     model = FakeWeights()
-    monkeypatch.setattr(FakeWeights, "paths", (), raising=False)
     for name, count in (("ram_bytes", 4 * model.total), ("free_ram_bytes", model.total // 2)):
         monkeypatch.setattr(f"sharpi.planning.disk.{name}", lambda count=count: count)
     roomy = plan_of(model, device="cpu", ram=4 * model.total, shown=True)
@@ -160,3 +158,16 @@ def test_a_dense_model_that_ram_has_no_room_for_now_is_read_from_the_disk(monkey
     assert read / 2 / rate < added < read / rate
     assert plan.prefill == roomy.prefill, "a batch computes for longer than the disk reads"
     assert plan.decode and plan.decode.bound == "disk"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_file_that_is_in_ram_already_needs_none(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Its file system is. The weights that others leave room for are not read from a disk either."""
+    model = FakeWeights(layers=8, experts=tuple(range(8)))
+    set_gpu(monkeypatch, VRAM_MARGIN + model.total // 2)
+    for name, count in (("ram_bytes", 4 * model.total), ("free_ram_bytes", model.total // 4)):
+        monkeypatch.setattr(f"sharpi.planning.disk.{name}", lambda count=count: count)
+    roomy, plan = plan_of(model, device=device, ram=4 * model.total), plan_of(model, device=device)
+    assert roomy.reads_disk is False and plan.reads_disk is True
+    monkeypatch.setattr("sharpi.planning.disk.bytes_in_ram", lambda paths: model.total)
+    assert plan_of(model, device=device) == roomy

@@ -33,7 +33,6 @@ DISK = 1e9
 @pytest.fixture(autouse=True)
 def _machine(plain_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     set_gpu(monkeypatch, 79 * GIB)
-    monkeypatch.setattr(FakeWeights, "paths", (), raising=False)
     monkeypatch.setattr("sharpi.planning.request.ASSUMED_BYTES_PER_SECOND", DISK)
 
 

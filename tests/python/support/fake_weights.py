@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,6 +92,7 @@ class FakeWeights:
     gated: bool = True
     row_kernels: int = 0
     layer_table: int = 0  # the width of a table with rows for all layers
+    paths: tuple[Path, ...] = ()
     tensors: list[SimpleNamespace] = field(default_factory=list)
     uses: list[tuple[int, str, str, int, int, int, int]] = field(default_factory=list)
 
