@@ -5,7 +5,9 @@
 // accumulator that the CPU's softmax (cpu/kernels/float_ops.cpp) adds it to. So each lane's own ascending sum and the
 // contract's tree give the CPU's bits. Ranks are then taken one by one. Each lane knows its best expert and looks for
 // its next one while the warp compares, so that a rank costs little more than the warp's two comparisons. Meanwhile a
-// second warp computes the shared expert's scale, a dot product.
+// second warp computes the shared expert's scale, a dot product. In a step, the warp rehearses while the kernel before
+// still writes the logits: it goes through its code with other numbers, so that its instructions and what it reads of
+// the rule are in the caches when it counts.
 //
 // groupExperts: a stable counting sort in two kernels. Each block counts its segment of the pairs by expert. Then every
 // block adds up those counts again (re-reading a small table is cheaper than a third launch) and places its pairs: the
@@ -175,7 +177,7 @@ __device__ __forceinline__ void keepBestGroups(uint32_t (&keys)[kHeld], const Ro
     }
 }
 
-// Turns the chosen scores, by rank in shared memory, into weights.
+// Turns the chosen scores, by rank in shared memory, into weights. weight: null in a rehearsal.
 __device__ __forceinline__ void weighChosen(uint2* picks, const RouteRule& rule, int64_t row, int lane, float* weight) {
     const auto score = [&](int32_t k) { return __uint_as_float(picks[k].x); };
     const bool softmax = rule.gating == Gating::SoftmaxOfChosen;
@@ -193,7 +195,8 @@ __device__ __forceinline__ void weighChosen(uint2* picks, const RouteRule& rule,
     for (int32_t k = lane; k < rule.used; k += 32) {
         const float share = softmax || rule.renormalize ? __fdiv_rn(score(k), total) : score(k);
         const float scaled = __fmul_rn(share, rule.weightScale);
-        weight[row * rule.used + k] = rule.outputScale ? __fmul_rn(scaled, rule.outputScale[picks[k].y]) : scaled;
+        const float last = rule.outputScale ? __fmul_rn(scaled, rule.outputScale[picks[k].y]) : scaled;
+        if (weight) weight[row * rule.used + k] = last;
     }
 }
 
@@ -249,7 +252,8 @@ __device__ __forceinline__ void pickByToken(const float (&p)[kHeld], uint2* pick
     __syncwarp();
 }
 
-// The most common rule: the softmax of all logits, by which experts are chosen and weighed.
+// The most common rule: the softmax of all logits, by which experts are chosen and weighed. weight: null in a
+// rehearsal.
 template <int kHeld>
 __device__ __forceinline__ void routePlainly(float (&p)[kHeld], uint2* picks, const RouteRule& rule, int64_t row,
                                              int lane, float* weight) {
@@ -276,40 +280,54 @@ __device__ __forceinline__ void routePlainly(float (&p)[kHeld], uint2* picks, co
     for (int32_t k = lane; k < used; k += 32) {
         const float best = probabilityOf(picks[k].x);
         const float share = rule.renormalize ? __fdiv_rn(best, sum) : best;
-        weight[row * used + k] = __fmul_rn(share, rule.weightScale);
+        const float scaled = __fmul_rn(share, rule.weightScale);
+        if (weight) weight[row * used + k] = scaled;
     }
 }
 
 // kHeld: experts of a lane. The first `routers` warps of a block route a row each. If the block has as many warps
-// again, these compute the rows' scales.
+// again, these compute the rows' scales. passes: 2 with a rehearsal. It must not be unrolled, or it would warm up other
+// instructions; and it reads constants of the rule alone, since nothing else has been written yet.
 template <int kHeld, bool kPlain>
 __global__ void __launch_bounds__(kRouteWarps * 32)
-    routeKernel(const float* logits, int64_t rows, const __grid_constant__ RouteRule rule, int routers, int32_t* chosen,
-                float* weight, uint32_t* uses, SharedScale scale) {
+    routeKernel(const float* logits, int64_t rows, const __grid_constant__ RouteRule rule, int routers, int passes,
+                int32_t* chosen, float* weight, uint32_t* uses, SharedScale scale) {
     extern __shared__ uint2 sharedPicks[];
     allowNext();
-    waitForPrevious();
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const int64_t row = int64_t{blockIdx.x} * routers + warp % routers;
     if (row >= rows) return;
-    if (warp >= routers) return scaleRow(scale, row, lane);
+    if (warp >= routers) {
+        waitForPrevious();
+        return scaleRow(scale, row, lane);
+    }
     const int32_t experts = rule.experts, used = rule.used;
     uint2* picks = sharedPicks + warp * used;  // key or score, and index, by rank
-
-    float p[kHeld];
+#pragma unroll 1
+    for (int pass = 2 - passes; pass < 2; ++pass) {
+        const bool counts = pass == 1;
+        if (counts) waitForPrevious();
+        float p[kHeld];
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) p[i] = i * 32 + lane < experts ? logits[row * experts + i * 32 + lane] : -INFINITY;
-    if constexpr (kPlain) {
-        routePlainly(p, picks, rule, row, lane, weight);
-    } else {
-        scoreLogits(p, rule.gating);
-        if (rule.tokenChoices) pickByToken(p, picks, rule, row, lane);
-        else pickByScore(p, picks, rule, lane);
-        weighChosen(picks, rule, row, lane, weight);
-    }
-    for (int32_t k = lane; k < used; k += 32) {
-        chosen[row * used + k] = picks[k].y;
-        if (uses) atomicAdd(&uses[picks[k].y], 1u);
+        for (int i = 0; i < kHeld; ++i) {
+            p[i] = i * 32 + lane < experts ? static_cast<float>(lane) : -INFINITY;
+            if (counts && i * 32 + lane < experts) p[i] = logits[row * experts + i * 32 + lane];
+        }
+        float* const to = counts ? weight : nullptr;
+        if constexpr (kPlain) {
+            routePlainly(p, picks, rule, row, lane, to);
+        } else {
+            scoreLogits(p, rule.gating);
+            if (!rule.tokenChoices) pickByScore(p, picks, rule, lane);
+            else if (counts) pickByToken(p, picks, rule, row, lane);
+            else continue;
+            weighChosen(picks, rule, row, lane, to);
+        }
+        for (int32_t k = lane; counts && k < used; k += 32) {
+            chosen[row * used + k] = picks[k].y;
+            if (uses) atomicAdd(&uses[picks[k].y], 1u);
+        }
+        __syncwarp();  // the picks are written anew
     }
 }
 
@@ -528,7 +546,8 @@ void route(Stream& stream, const float* logits, int64_t rows, const RouteRule& r
         throw Error(ErrorKind::InvalidArgument, std::to_string(rule.groupsUsed) + " of " + std::to_string(rule.groups) +
                                                     " groups of experts cannot be routed on the GPU");
     }
-    const int routers = rows > 64 ? kRouteWarps / 2 : 1;
+    const bool isStep = rows <= 64;
+    const int routers = isStep ? 1 : kRouteWarps / 2, passes = isStep ? 2 : 1;
     const bool plain = rule.gating == Gating::Softmax && rule.groups == 1 && !rule.choiceBias && !rule.outputScale &&
                        !rule.tokenChoices;
     const auto kernel = rule.experts <= 128   ? plain ? routeKernel<4, true> : routeKernel<4, false>
@@ -538,7 +557,7 @@ void route(Stream& stream, const float* logits, int64_t rows, const RouteRule& r
                                               : routeKernel<32, false>;
     launch(stream, kernel, dim3(static_cast<unsigned>((rows + routers - 1) / routers)),
            dim3((scale.x ? 2 : 1) * routers * 32), size_t(routers) * rule.used * sizeof(uint2), logits, rows, rule,
-           routers, chosen, weight, uses, scale);
+           routers, passes, chosen, weight, uses, scale);
 }
 
 void groupExperts(Stream& stream, const int32_t* chosen, int64_t rows, int32_t used, int32_t experts,
