@@ -2,9 +2,9 @@
 //
 // A kernel's blocks may start while the kernel before it is still running. So every kernel begins with allowNext(), and
 // it calls waitForPrevious() before it reads what another kernel wrote, or writes what another kernel may still read.
-// Only weights may be read earlier: fetching the first of them hides the gap between two kernels. If weights arrive
-// while a pass runs, the stream waits for an event, and the kernel after such a wait is launched without the overlap
-// (Stream::overlapsLaunches), so that it fetches nothing too early.
+// Only weights and a batch's numbers (BatchRows), which are uploaded before its first kernel, may be read earlier: that
+// hides the gap between two kernels. If weights arrive while a pass runs, the stream waits for an event, and the kernel
+// after such a wait is launched without the overlap (Stream::overlapsLaunches), so that it fetches nothing too early.
 #pragma once
 
 #include <cuda_runtime.h>

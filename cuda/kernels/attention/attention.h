@@ -7,7 +7,8 @@
 
 namespace sharpi::cuda {
 
-// The rows of a batch as kernels see them. All that changes from step to step is in device memory.
+// The rows of a batch as kernels see them. All that changes from step to step is in device memory, where no kernel
+// writes it: it may be read before waitForPrevious().
 struct BatchRows {
     int64_t rows = 0;
     const int32_t* positions = nullptr;   // [rows]

@@ -4,7 +4,9 @@
 // their order. A block takes one segment of one kv head, and each of its four warps takes a page of it, for all query
 // heads of the group and for all neighbouring rows of the sequence: keys and values are read and converted once. The
 // warps' pages are joined in shared memory, so only segments are written. A row that sees few pages would leave most of
-// the device idle. It is cut at pages instead, and the block's warps share the group's heads.
+// the device idle. It is cut at pages instead, and the block's warps share the group's heads; if there still are more
+// blocks than pieces, a piece is for a part of the group only. What a block does first, up to the page's address, does
+// not depend on the kernel before and is done beside it.
 //
 // The chain of segments can only be joined in order. Blocks take pieces in ascending order: the first by their own
 // numbers, if no piece has to wait for another, and all others from a counter. The block that finishes the last piece

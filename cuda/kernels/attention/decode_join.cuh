@@ -222,9 +222,9 @@ __device__ __forceinline__ void waitUntil(const uint32_t* counter, uint32_t valu
     }
 }
 
-// The segments of one kv head of a run. They are joined in batches, in their order, by the block that finishes a batch.
-// A batch's slots are used again once it has been joined. Blocks take pieces in ascending order, so whatever a block
-// waits for is in the hands of a block that took it before: the oldest of them never waits.
+// The pieces of one kv head of a run, or of a part of it. They are joined in batches, in their order, by the block that
+// finishes a batch. A batch's slots are used again once it has been joined. Blocks take pieces in ascending order, so
+// whatever a block waits for is in the hands of a block that took it before: the oldest of them never waits.
 struct Chain {
     uint32_t *joined, *arrived;  // arrived: of this piece's batch
     int batch, first, pieces;    // first: the batch's first segment; pieces: those of the batch
@@ -232,8 +232,7 @@ struct Chain {
 
     __device__ Chain(const Args& args, const Piece& piece) {
         const int shift = 31 - __clz(args.ring.batch), batches = args.ring.slots >> shift;
-        const int chain = piece.run.row * args.shape.kvHeads + piece.kvHead;
-        joined = args.partials.counters + 1 + chain * (1 + batches);
+        joined = args.partials.counters + 1 + piece.chain * (1 + batches);
         batch = piece.run.isShort ? 0 : piece.index >> shift;
         arrived = joined + 1 + (batch & (batches - 1));
         first = batch << shift;

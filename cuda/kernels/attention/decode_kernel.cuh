@@ -53,9 +53,17 @@ template <class K> struct PieceWork {
         return Results(block.shared + warp * Results::bytes(kShare, dim()), kShare, dim());
     }
 
+    // Brings keys to the L2 cache before they may be read, since the last ones may still be written, and a short row's
+    // values. Those of segments on all multiprocessors would not fit.
+    __device__ __forceinline__ void prefetch() const {
+        const int thread = isShort() ? threadIdx.x : block.lane, threads = isShort() ? kThreads : 32;
+        prefetchBytes(keys(), n * rowBytes(), thread, threads);
+        if (isShort()) prefetchBytes(values(), n * rowBytes(), thread, threads);
+    }
+
     // Takes the next piece. The counter's answer is only waited for by a thread that waits for keys anyway.
     __device__ __forceinline__ void takeNext(const Tile& tile) const {
-        if (tile.first > 0 || threadIdx.x != kThreads - 1) return;
+        if (tile.first > piece.firstQuery || threadIdx.x != kThreads - 1) return;
         const uint32_t given = block.flags().mayWait ? 0 : gridDim.x;  // tickets that need no counter
         block.flags().ticket[turn] = static_cast<int>(given + atomicAdd(args.partials.counters, 1u));
     }
@@ -132,15 +140,17 @@ template <class K> struct PieceWork {
         loadQueries<true>(tile);  // first, because the page's number may still be on its way
         const KeyFeeder<true> feeder(block, keys(), n, rowBytes(), chunks());
         feeder.begin();
-        if (tile.first == 0 && keepsValues())
+        if (tile.first == piece.firstQuery && keepsValues())
             copyBytes<kThreads>(sharedAddress(block.shared) + chunks() * kChunkBytes, values(), n * rowBytes(),
                                 threadIdx.x);
         closeCopies();
         takeNext(tile);
-        const int first = block.warp * kShare;
-        attend<kShare, true>(feeder, tile, first, min(kShare, tile.count - first), shareResults(block.warp));
+        const int share = tile.count <= kWarps ? 1 : kShare, first = block.warp * share;
+        const int count = min(share, tile.count - first);
+        if (kShare == 1 || share == kShare) attend<kShare, true>(feeder, tile, first, count, shareResults(block.warp));
+        else attend<1, true>(feeder, tile, first, count, shareResults(block.warp));
 #pragma unroll 1
-        for (int i = first; i < min(tile.count, first + kShare); i++) keep<true>(tile, i);
+        for (int i = 0; i < count; i++) keep<true>(tile, first + i, i);
         __syncthreads();
     }
 
@@ -149,7 +159,7 @@ template <class K> struct PieceWork {
         const KeyFeeder<false> feeder(block, keys(), n, rowBytes(), chunks());
         const bool isUsed = piece.has(page);
         if (isUsed) feeder.begin();
-        if (isUsed && tile.first == 0) prefetchBytes(values(), n * rowBytes(), block.lane);
+        if (isUsed && tile.first == 0) prefetchBytes(values(), n * rowBytes(), block.lane, 32);
         loadQueries<false>(tile);
         takeNext(tile);
         __syncthreads();
@@ -167,26 +177,27 @@ template <class K> struct PieceWork {
         if (threadIdx.x == 0) chain.awaitSlots(args);
         __syncthreads();
 #pragma unroll 1
-        for (int i = block.warp; i < tile.count; i += kWarps) keep<false>(tile, i);
+        for (int i = block.warp; i < tile.count; i += kWarps) keep<false>(tile, i, i);
         __syncthreads();
     }
 
-    // The result of a query's pages in this piece: a short row's page, or the pages of the segment in their order.
+    // The result of a query's pages in this piece: a short row's page, or the pages of the segment in their order. at:
+    // the query's place among the results.
     template <bool kShort>
-    __device__ __forceinline__ void joinPages(int query, int2 row, const Columns<kWidth>& columns,
+    __device__ __forceinline__ void joinPages(int at, int2 row, const Columns<kWidth>& columns,
                                               Joined<kWidth>& so) const {
         if (kShort) {
-            const Results of = shareResults(query / kShare);
-            const float2 top = of.tops[query % kShare];
+            const Results of = shareResults(block.warp);
+            const float2 top = of.tops[at];
             so.m = top.x, so.l = top.y;
-            readFloats<kWidth>(of.outputs + query % kShare * dim() + columns.at, so.o);
+            readFloats<kWidth>(of.outputs + at * dim() + columns.at, so.o);
             if (piece.pieces == 1) so.joinToNothing();
             return;
         }
         // Lane i has the factors of the i-th page. The pages that the row sees are neighbours.
         const int own = block.lane % kWarps;
         const bool isSeen = !Span(row, piece.page(own)).empty();
-        const float2 top = pageResults(own).tops[query];
+        const float2 top = pageResults(own).tops[at];
         Factors factors;
         factors.sum = isSeen ? top.y : 0.0f;
         so.clear();
@@ -197,25 +208,24 @@ template <class K> struct PieceWork {
             const float sum = __shfl_sync(kWholeWarp, factors.sum, i), kept = __shfl_sync(kWholeWarp, factors.kept, i),
                         added = __shfl_sync(kWholeWarp, factors.added, i);
             if (Span(row, piece.page(i)).empty()) continue;
-            readFloats<kWidth>(pageResults(i).outputs + query * dim() + columns.at, outputs);
+            readFloats<kWidth>(pageResults(i).outputs + at * dim() + columns.at, outputs);
             so.add(sum, outputs, kept, added);
         }
     }
 
     // Writes the piece's result of a query to its slot, or, if the piece is the only one, the head's result.
-    template <bool kShort> __device__ __forceinline__ void keep(const Tile& tile, int query) const {
+    template <bool kShort> __device__ __forceinline__ void keep(const Tile& tile, int query, int at) const {
         const int lane = block.lane;
         const int2 row = rowOf(tile.first + query);
         const Head head(args, piece, tile.first + query);
         const int slot = kShort ? page - piece.run.firstSegment() * kSegmentPages : piece.index & (args.ring.slots - 1);
         // Only this warp reads the query's results.
-        float* line = kShort ? shareResults(query / kShare).outputs + query % kShare * dim()
-                             : pageResults(0).outputs + query * dim();
+        float* line = (kShort ? shareResults(block.warp) : pageResults(0)).outputs + at * dim();
 #pragma unroll 1
         for (int from = 0; from < dim(); from += 32 * kWidth) {
             const Columns<kWidth> columns(from, lane, dim());
             Joined<kWidth> so;
-            joinPages<kShort>(query, row, columns, so);
+            joinPages<kShort>(at, row, columns, so);
             __syncwarp();
             if (piece.pieces == 1) divide<kWidth>(args, head, so, row.x < row.y, columns, line);
             else writeSlot<K>(args, head.first + slot, so, columns, lane == 0 && from == 0);
@@ -224,11 +234,11 @@ template <class K> struct PieceWork {
     }
 
     __device__ __forceinline__ void run() const {
-        const int count = piece.run.rows * args.group;
+        const int end = piece.endQuery;
         const Chain chain(args, piece);
 #pragma unroll 1
-        for (Tile tile = {0, 0}; tile.first < count; tile.first += kTile) {
-            tile.count = min(kTile, count - tile.first);
+        for (Tile tile = {piece.firstQuery, 0}; tile.first < end; tile.first += kTile) {
+            tile.count = min(kTile, end - tile.first);
             if (isShort()) attendShort(tile);
             else attendSegment(tile, chain);
         }
@@ -239,7 +249,7 @@ template <class K> struct PieceWork {
         const auto* staged = reinterpret_cast<const float*>(block.shared + block.warp * args.layout.region);
         float* line = block.queries() + block.warp * dim();
 #pragma unroll 1
-        for (int query = block.warp; query < count; query += kWarps)
+        for (int query = piece.firstQuery + block.warp; query < end; query += kWarps)
             joinBatch<K>(args, piece, chain, query, rowOf(query), staged, line, block.lane);
         __syncthreads();
         if (threadIdx.x == 0) chain.close();
@@ -250,24 +260,30 @@ template <class K> struct PieceWork {
 // ticket if no piece can wait for another, since a block that has not started yet would hold up those that wait for it.
 template <class K> __global__ void __launch_bounds__(kThreads, K::kBlocks) attendFewRows(const Args args) {
     allowNext();
-    waitForPrevious();
     extern __shared__ __align__(128) uint8_t shared[];
     const Block block(shared, args.layout);
     uint32_t* taken = args.partials.counters;
     if (block.warp == 0) findRuns(args, block);
     __syncthreads();
-    const int all = block.flags().pieces * args.shape.kvHeads, blocks = static_cast<int>(gridDim.x);
+    const Parts parts(args, block, K::kTile);
+    const int all = block.flags().pieces * args.shape.kvHeads * parts.count, blocks = static_cast<int>(gridDim.x);
     int present = static_cast<int>(blockIdx.x);
     if (block.flags().mayWait) {
+        waitForPrevious();
         if (threadIdx.x == 0) block.flags().ticket[1] = static_cast<int>(atomicAdd(taken, 1u));
         __syncthreads();
         present = block.flags().ticket[1];
     }
 #pragma unroll 1
     for (int turn = 0; present < all; turn ^= 1) {
-        const Piece piece(args, block, present);
+        const Piece piece(args, block, parts, present);
         // No barrier follows: after its last one, a piece only reads flags that no piece writes before its first.
-        PieceWork<K>(args, block, piece, turn).run();
+        const PieceWork<K> work(args, block, piece, turn);
+        if (present == static_cast<int>(blockIdx.x)) {  // the first one
+            work.prefetch();
+            waitForPrevious();
+        }
+        work.run();
         present = block.flags().ticket[turn];
     }
     // The tickets end with one too many for each block. The last of them leaves the counter ready for the next launch.
@@ -291,7 +307,7 @@ template <class K> void launchFewRows(Stream& stream, Args args, int64_t pages) 
     const int room = static_cast<int>(stream.device().sharedPerMultiprocessor) / (bytes + kReservedShared);
     const int64_t perProcessor = std::max(1, std::min(8, room)), processors = stream.device().multiprocessors;
     const int64_t chains = args.batch.rows * args.shape.kvHeads;
-    const int64_t blocks = std::min(chains * pages, perProcessor * processors);
+    const int64_t blocks = std::min(chains * Parts::most(args.group) * pages, perProcessor * processors);
     // A short row's pages leave room for the pages of its first segment that it does not see.
     const int64_t spread = std::min<int64_t>(perProcessor, 3) * processors / chains;
     args.shortPages = static_cast<int>(std::min<int64_t>(spread, args.ring.slots - kSegmentPages + 1));

@@ -36,8 +36,8 @@ template <KvType type, int width, int tile, bool whole> struct Kind {
 
 // The results of pieces: maxima and sums [rows][heads][slots], and headDim floats of output for each. The last slot of
 // a head has what has been joined so far. counters: a count of pieces that blocks have taken, then for each row and kv
-// head a count of joined batches, and one of finished pieces for each batch of the ring. All counts are zero between
-// launches. workspace.cpp has the size, decodeAttentionBytes.
+// head, or part of it (Parts), a count of joined batches, and one of finished pieces for each batch of the ring. All
+// counts are zero between launches. workspace.cpp has the size, decodeAttentionBytes.
 struct Partials {
     uint32_t* counters;
     float *maxima, *sums, *outputs;
@@ -104,6 +104,7 @@ struct Flags {
     volatile int ticket[2];  // of the next piece, which a block takes while it works on a piece
     volatile int runs, pieces;
     volatile int mayWait;   // whether a piece may wait for an earlier one
+    volatile int anyLong;   // whether a run is cut at segments
     volatile int finished;  // whether this block joins the batch
 };
 
@@ -167,6 +168,7 @@ __device__ __forceinline__ void findOnlyRun(const Args& args, const Block& block
     block.rows()[0] = {first, run.keys};
     block.runs()[0] = run.packed();
     block.flags().runs = 1, block.flags().pieces = run.end, block.flags().mayWait = run.mayWait(args);
+    block.flags().anyLong = !run.isShort;
 }
 
 // Finds the runs of the batch and leaves them and what each row sees in shared memory. One warp calls it.
@@ -174,7 +176,7 @@ __device__ __forceinline__ void findRuns(const Args& args, const Block& block) {
     const int rows = static_cast<int>(args.batch.rows), lane = block.lane;
     if (rows == 1) return findOnlyRun(args, block);
     int runs = 0, pieces = 0;
-    bool mayWait = false;
+    bool mayWait = false, anyLong = false;
 #pragma unroll 1
     for (int base = 0; base < rows; base += 32) {
         const int row = min(base + lane, rows - 1), before = max(0, row - 1);
@@ -200,6 +202,7 @@ __device__ __forceinline__ void findRuns(const Args& args, const Block& block) {
         }
         run.end = starts ? run.pieces() : 0;
         mayWait |= __ballot_sync(kWholeWarp, starts && run.mayWait(args)) != 0;
+        anyLong |= __ballot_sync(kWholeWarp, starts && !run.isShort) != 0;
 #pragma unroll
         for (int width = 1; width < 32 && width < rows; width <<= 1) {
             const int other = __shfl_up_sync(kWholeWarp, run.end, width);
@@ -211,18 +214,45 @@ __device__ __forceinline__ void findRuns(const Args& args, const Block& block) {
         runs += __popc(starting);
         pieces = __shfl_sync(kWholeWarp, run.end, min(31, rows - 1 - base));
     }
-    if (lane == 0) block.flags().runs = runs, block.flags().pieces = pieces, block.flags().mayWait = mayWait;
+    if (lane > 0) return;
+    block.flags().runs = runs, block.flags().pieces = pieces;
+    block.flags().mayWait = mayWait, block.flags().anyLong = anyLong;
 }
 
-// One piece of one kv head of a run: a page, or the pages of a segment.
+// Pages of short rows may be fewer than the blocks. Then a block takes a part of a group's heads: one for each warp if
+// the blocks suffice, else a tile. A part is joined by itself, and counts as a kv head of its own. There are no more
+// parts than blocks and no more than heads, so the counters suffice.
+struct Parts {
+    int each, count;  // heads of a part, parts of a group
+
+    // The most parts that a group may have.
+    __host__ __device__ static int most(int group) { return (group + kWarps - 1) / kWarps; }
+
+    __device__ Parts(const Args& args, const Block& block, int tile) : each(args.group), count(1) {
+        if (block.flags().anyLong) return;
+        const int pieces = block.flags().pieces * args.shape.kvHeads;
+#pragma unroll 1
+        for (int heads = kWarps; heads <= tile && heads < args.group; heads *= 2) {
+            const int parts = (args.group + heads - 1) / heads;
+            if (pieces * parts > static_cast<int>(gridDim.x)) continue;
+            each = heads, count = parts;
+            return;
+        }
+    }
+};
+
+// One piece of one kv head of a run: a page, or the pages of a segment, for all queries or, of a page, for a part.
 struct Piece {
     Run run;
     int kvHead, index, pieces;
+    int firstQuery, endQuery;
+    int chain;  // the number of what it is joined with
 
-    // ticket: counts the pieces of all runs and kv heads. The whole warp calls it.
-    __device__ Piece(const Args& args, const Block& block, int ticket) {
-        const int piece = ticket / args.shape.kvHeads, runs = block.flags().runs, lane = block.lane;
-        kvHead = ticket - piece * args.shape.kvHeads;
+    // ticket: counts the pieces of all runs, kv heads and parts. The whole warp calls it.
+    __device__ Piece(const Args& args, const Block& block, const Parts& parts, int ticket) {
+        const int whole = parts.count == 1 ? ticket : ticket / parts.count, part = ticket - whole * parts.count;
+        const int piece = whole / args.shape.kvHeads, runs = block.flags().runs, lane = block.lane;
+        kvHead = whole - piece * args.shape.kvHeads;
         int number = 0;
 #pragma unroll 1
         for (int base = 0; base < runs; base += 32) {
@@ -232,6 +262,9 @@ struct Piece {
         run = Run::from(block.runs()[number]);
         pieces = run.pieces();
         index = piece - (run.end - pieces);
+        firstQuery = part * parts.each;
+        endQuery = min(firstQuery + run.rows * parts.each, run.rows * args.group);
+        chain = (run.row * args.shape.kvHeads + kvHead) * parts.count + part;
     }
     // The page of a warp.
     __device__ int page(int warp) const {
@@ -326,10 +359,10 @@ template <int kCount> __device__ __forceinline__ void copyBytes(uint32_t to, con
         copyChunk(to + i, static_cast<const uint8_t*>(from) + i, true);
 }
 
-// Asks for these bytes to be brought to the L2 cache. The whole warp calls it.
-__device__ __forceinline__ void prefetchBytes(const uint8_t* from, int bytes, int lane) {
+// Asks for these bytes to be brought to the L2 cache. `threads` threads call it, each with its number.
+__device__ __forceinline__ void prefetchBytes(const uint8_t* from, int bytes, int thread, int threads) {
 #pragma unroll 1
-    for (int i = lane * 128; i < bytes; i += 32 * 128)
+    for (int i = thread * 128; i < bytes; i += threads * 128)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from + i)));
 }
 

@@ -11,6 +11,10 @@ namespace {
 class Decode : public GpuTest {
 protected:
     void compare(const Shape& shape, const std::vector<Row>& rows, int64_t pagesPerTable, float queryScale = 1.0f) {
+        compareOn(stream(), shape, rows, pagesPerTable, queryScale);
+    }
+    void compareOn(Stream& stream, const Shape& shape, const std::vector<Row>& rows, int64_t pagesPerTable,
+                   float queryScale = 1.0f) {
         std::vector<int32_t> lengths;
         for (const Row& row : rows) {
             if (row.sequence >= static_cast<int32_t>(lengths.size())) lengths.resize(row.sequence + 1, 0);
@@ -26,7 +30,7 @@ protected:
         const DeviceArray<float> out(q.size());
         RowOutputs outputs;
         outputs.floats = out.get();
-        attentionDecode(stream(), deviceQ.get(), heads, {scaleOf(shape), {}}, on.batch, cache.onDevice(), scratch.get(),
+        attentionDecode(stream, deviceQ.get(), heads, {scaleOf(shape), {}}, on.batch, cache.onDevice(), scratch.get(),
                         outputs);
         EXPECT_TRUE(sameBits(cache.attendOnCpu(q, rows, scaleOf(shape)), out.read())) << nameOf(shape);
         EXPECT_TRUE(scratch.isReady()) << nameOf(shape);
@@ -64,6 +68,25 @@ TEST_F(Decode, TakesManyRows) {
             for (int32_t i = 0; i < rows; i++) batch.push_back({i, i * 37 % 700 + (i % 5 ? 0 : 300)});
             compare(shape, batch, 16);
         }
+}
+
+// Parts of four heads, of eight, or all of a group, by how many pages there are for how many blocks.
+TEST_F(Decode, DividesLargeGroups) {
+    for (const int processors : {132, 20, 8, 3, 1}) {
+        DeviceInfo device = stream().device();
+        device.multiprocessors = processors;
+        Stream on(device);
+        SCOPED_TRACE(std::to_string(processors) + " processors");
+        for (const Shape& shape : std::vector<Shape>{{KvType::BF16, 32, 2, 128},
+                                                     {KvType::F16, 13, 1, 128},
+                                                     {KvType::F32, 7, 1, 64},
+                                                     {KvType::BF16, 22, 2, 72},
+                                                     {KvType::BF16, 16, 1, 256}}) {
+            for (const int32_t position : {0, 40, 63, 299, 700}) compareOn(on, shape, {{0, position}}, 12);
+            compareOn(on, shape, {{0, 299}, {1, 3}, {2, 130}}, 12);
+            compareOn(on, shape, {{0, 299}, {0, 300}, {1, 3000}, {0, 301}}, 48);
+        }
+    }
 }
 
 // Neighbouring rows of a sequence share its pages: drafts, around the borders of pages and segments, and more rows than
