@@ -14,8 +14,11 @@
 // in registers while a segment's pages are joined, and go to device memory once. Blocks take pieces by ticket. The
 // joins of segments are tickets too, which come after the pieces: a warp joins 32 dimensions of one head, so that the
 // whole device takes part in what nothing else can overlap. Pieces are joined in batches, whose places are used again,
-// so the scratch does not grow with the context. The device decides how a batch is divided, from its positions, so that
-// a captured step serves every length; the grid depends on the batch's shape and the table's width alone.
+// so the scratch does not grow with the context. If all rows are short and every page of every part has a block, there
+// are no tickets: the block that finishes the last page of a part joins it, and the other blocks are gone by then, so
+// that the next kernels can start. A block's page is on its way before the kernel's turn. The device decides how a
+// batch is divided, from its positions, so that a captured step serves every length; the grid depends on the batch's
+// shape and the table's width alone.
 #include "kernels/attention/latent_kernel.cuh"
 
 namespace sharpi::cuda {

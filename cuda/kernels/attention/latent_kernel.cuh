@@ -120,6 +120,105 @@ __device__ __forceinline__ void joinShare(const LatentArgs& args, const LatentBl
     }
 }
 
+// --- joining a spread row ----------------------------------------------------------------------------------------
+
+// A lane's dimensions of a head: four from `first` on, and four that are 128 further.
+struct LatentQuads {
+    int first;
+    bool isThere[2];
+
+    __device__ LatentQuads(const LatentArgs& args, int from, int lane) : first(from + lane * 4) {
+        isThere[0] = first < args.valueDim, isThere[1] = first + 128 < args.valueDim;
+    }
+    // What other blocks wrote for a slot.
+    __device__ __forceinline__ void read(const float* outputs, float (&out)[8]) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float4 x = isThere[i] ? __ldcg(reinterpret_cast<const float4*>(outputs + first + i * 128))
+                                        : float4{0.0f, 0.0f, 0.0f, 0.0f};
+            out[4 * i] = x.x, out[4 * i + 1] = x.y, out[4 * i + 2] = x.z, out[4 * i + 3] = x.w;
+        }
+    }
+    __device__ __forceinline__ void write(const LatentArgs& args, int64_t row, const float (&x)[8]) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float4 quad = {x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]};
+            const int column = first + i * 128;
+            if (args.out.floats && isThere[i])
+                *reinterpret_cast<float4*>(args.out.floats + row * args.valueDim + column) = quad;
+            if (args.out.quantized.q)
+                quantizeQuad(args.out.quantized, row, args.valueDim / kContractBlock, column, quad, isThere[i]);
+        }
+    }
+};
+
+// Joins the pages [begin, end) of a head, in their order, to nothing. outputs: of slot 0. The whole warp calls it.
+__device__ __forceinline__ void joinPages(const LatentArgs& args, int64_t head, int begin, int end,
+                                          const float* outputs, const LatentQuads& quads, int lane, Joined<8>& whole) {
+    constexpr int kAhead = 2 * kSegmentPages;
+    Factors factors;
+#pragma unroll 1
+    for (int base = 0; base < end; base += kAhead) {
+        float ahead[kAhead][8];
+#pragma unroll
+        for (int i = 0; i < kAhead; i++)
+            if (base + i >= begin && base + i < end) quads.read(outputs + (base + i) * args.valueDim, ahead[i]);
+        if (base == 0) {
+            const bool exists = lane >= begin && lane < end;
+            const float maximum = exists ? __ldcg(args.partials.maxima + head + lane) : __int_as_float(0xff800000);
+            factors.sum = exists ? __ldcg(args.partials.sums + head + lane) : 0.0f;
+            factors.make<kSegmentPages>(maximum, whole.m, lane);
+        }
+#pragma unroll
+        for (int segment = 0; segment < kAhead; segment += kSegmentPages) {
+            if (base + segment >= end) break;
+            Joined<8> part;
+            part.clear();
+#pragma unroll
+            for (int i = segment; i < segment + kSegmentPages; i++) {
+                if (base + i < begin || base + i >= end) continue;
+                part.add(__shfl_sync(kWholeWarp, factors.sum, base + i), ahead[i],
+                         __shfl_sync(kWholeWarp, factors.kept, base + i),
+                         __shfl_sync(kWholeWarp, factors.added, base + i));
+            }
+            whole.add(part.l, part.o, __shfl_sync(kWholeWarp, factors.segmentKept, base + segment),
+                      __shfl_sync(kWholeWarp, factors.segmentAdded, base + segment));
+        }
+    }
+}
+
+// Joins a part of a row if this block has finished its last piece.
+__device__ __forceinline__ void joinSpread(const LatentArgs& args, const LatentBlock& block, int parts) {
+    constexpr int kDims = 256;
+    const LatentWork work = block.flags().next[0];
+    const LatentRow row = block.row(work.row);
+    if (threadIdx.x == 0) {
+        uint32_t* const finished = args.finished(work.row, work.part, parts);
+        block.flags().isLast = arrive(finished) + 1 == static_cast<uint32_t>(row.pieces);
+        if (block.flags().isLast) *finished = 0;
+    }
+    __syncthreads();
+    if (!block.flags().isLast) return;
+    const int firstHead = work.part * args.heads / parts, heads = (work.part + 1) * args.heads / parts - firstHead;
+    const int begin = row.firstPage() - row.firstSegment() * kSegmentPages,
+              slices = (args.valueDim + kDims - 1) / kDims;
+    const bool seesKeys = row.first < row.keys;
+#pragma unroll 1
+    for (int unit = block.warp; unit < heads * slices; unit += kLatentWarps) {
+        const int head = firstHead + unit / slices;
+        const int64_t slots = args.slots(work.row, head);
+        const LatentQuads quads(args, unit % slices * kDims, block.lane);
+        Joined<8> so;
+        so.clear();
+        joinPages(args, slots, begin, row.pageSlots(), args.partials.outputs + slots * args.valueDim, quads, block.lane,
+                  so);
+        if (args.rule.sinks && seesKeys) so.addSink(args.rule.sinks[head]);
+#pragma unroll
+        for (float& x : so.o) x = seesKeys ? __fdiv_rn(x, so.l) : 0.0f;
+        quads.write(args, static_cast<int64_t>(work.row) * args.heads + head, so.o);
+    }
+}
+
 // --- the kernel --------------------------------------------------------------------------------------------------
 
 // What a kernel is compiled for. kQueries: the most heads for each warp of scores. kResident: whether pages are brought
@@ -140,7 +239,6 @@ __device__ __forceinline__ void attendPiece(const LatentArgs& args, const Latent
 
 template <class K> __global__ void __launch_bounds__(kLatentThreads) attendLatents(const LatentArgs args) {
     allowNext();
-    waitForPrevious();
     extern __shared__ __align__(128) uint8_t shared[];
     const LatentBlock block(shared, args.layout);
     LatentOrder order;
@@ -148,13 +246,18 @@ template <class K> __global__ void __launch_bounds__(kLatentThreads) attendLaten
         divideRows(args, block, K::kQueries);
         __syncwarp();
         order.parts = latentParts(args.heads, block.flags().queries);
-        order.takeNext(args, block, 0);
+        if (block.flags().spread > 0) order.takeOwn(args, block, 0);
     }
     __syncthreads();
     const int queries = block.flags().queries;
     order.parts = latentParts(args.heads, queries);
     LatentPiece piece;
     LatentLoaded loaded;
+    if (block.flags().spread == 0) {
+        waitForPrevious();
+        if (block.warp == kLatentWarps - 1) order.takeNext(args, block, 0);
+        __syncthreads();
+    }
 #pragma unroll 1
     for (int turn = 1;; turn ^= 1) {
         const LatentWork work = block.flags().next[turn ^ 1];
@@ -165,6 +268,10 @@ template <class K> __global__ void __launch_bounds__(kLatentThreads) attendLaten
             continue;
         }
         if (piece.heads == 0) piece = LatentPiece(args, block, work, order.parts);
+        if (block.flags().spread > 0) {
+            piece.prefetch(args);
+            waitForPrevious();
+        }
         if (queries == K::kQueries) {
             attendPiece<K, K::kQueries>(args, block, order, turn, piece, loaded);
         } else if (K::kQueries > kFewQueries && queries == kFewQueries) {
@@ -172,9 +279,11 @@ template <class K> __global__ void __launch_bounds__(kLatentThreads) attendLaten
         } else {
             attendPiece<K, 1>(args, block, order, turn, piece, loaded);
         }
+        if (block.flags().spread > 0) return joinSpread(args, block, order.parts);
     }
     // The tickets end with one too many for each block. The last of them leaves the counter ready for the next launch.
-    if (threadIdx.x == kLatentThreads - 1 && order.ticket == order.start + static_cast<int>(gridDim.x) - 1)
+    if (threadIdx.x == kLatentThreads - 1 && block.flags().spread == 0 &&
+        order.ticket == order.start + static_cast<int>(gridDim.x) - 1)
         *args.partials.counters = 0;
 }
 

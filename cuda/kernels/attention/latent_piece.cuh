@@ -35,6 +35,10 @@ struct LatentPiece {
     __device__ const uint8_t* page(const LatentArgs& args, int i) const {
         return args.pages.k + static_cast<int64_t>(__shfl_sync(kWholeWarp, entry, i)) * kPageTokens * args.rowBytes;
     }
+    // Brings the first page to the L2 cache before it may be read: the last keys may still be written.
+    __device__ void prefetch(const LatentArgs& args) const {
+        if (pages > 0) prefetchBytes(page(args, 0), span(0).end * args.rowBytes, threadIdx.x, kLatentThreads);
+    }
     __device__ int64_t resultOf(const LatentArgs& args, int head) const {
         return args.slots(row, firstHead + head) + slot;
     }
@@ -341,7 +345,7 @@ template <KvType kType, int kQueries, bool kResident> struct LatentPieceWork {
             loaded.pages = kResident ? min(buffers(), nextPiece.pages) : 0;
             loaded.queries = nextPiece.heads > 0;
         }
-        if (threadIdx.x == 0) arrive(args.arrived(piece.row, piece.batch));
+        if (threadIdx.x == 0 && block.flags().spread == 0) arrive(args.arrived(piece.row, piece.batch));
     }
 };
 

@@ -39,6 +39,8 @@ struct LatentLayout {
 // How many heads a block has at once, in heads for each warp of scores: the kernel's own number if there is much to do,
 // else fewer, so that more blocks have work.
 constexpr int kFewQueries = 2;
+// A row's slots, if it is so short that the block that finishes a part's last page joins them by itself.
+constexpr int kSpreadSlots = 16;
 
 struct LatentArgs {
     const float* q;  // [rows, heads, headDim]
@@ -59,6 +61,11 @@ struct LatentArgs {
     // The counters of a row: how many tickets have joined, and for each batch of the ring how many pieces are finished.
     __device__ uint32_t* joined(int row) const { return partials.counters + 1 + row * (1 + batches()); }
     __device__ uint32_t* arrived(int row, int number) const { return joined(row) + 1 + number % batches(); }
+    // If the pieces are spread, the same counters count the finished pages of each part of a row. There are no more
+    // parts than blocks.
+    __device__ uint32_t* finished(int row, int part, int parts) const {
+        return partials.counters + 1 + row * parts + part;
+    }
     // The first slot of a head of a row; the last one has what has been joined.
     __device__ int64_t slots(int row, int head) const {
         return (static_cast<int64_t>(row) * heads + head) * (ring.slots + 1);
@@ -76,7 +83,12 @@ struct LatentWork {
 struct LatentFlags {
     LatentWork next[2];  // found while a block works on what came before
     int queries;         // heads for each warp of scores
+    // If all rows are short and every piece has a block: the number of pieces. A block's number is its piece then, and
+    // there are no tickets; else 0.
+    int spread;
+    int isLast;  // whether this block finished the last piece of a part
 };
+static_assert(sizeof(LatentFlags) <= 64, "what LatentLayout has for them");
 
 // A row, and how it is cut into pieces: pages or segments. A row that sees no key has one empty piece.
 struct LatentRow {
@@ -135,7 +147,7 @@ __device__ __forceinline__ void divideRows(const LatentArgs& args, const LatentB
     constexpr int kHalves = kMaxRows / 32;
     const int rows = static_cast<int>(args.batch.rows), blocks = static_cast<int>(gridDim.x);
     LatentRow row[kHalves];
-    int pages = 0, segments = 0;
+    int pages = 0, segments = 0, slots = 0;
 #pragma unroll
     for (int half = 0; half < kHalves; half++) {
         const int at = min(block.lane + 32 * half, rows - 1);
@@ -147,8 +159,10 @@ __device__ __forceinline__ void divideRows(const LatentArgs& args, const LatentB
         if (block.lane + 32 * half >= rows) continue;
         pages += row[half].pagesSeen();
         segments += row[half].segmentsSeen();
+        slots = max(slots, row[half].pageSlots());
     }
     pages = warpSum(pages), segments = warpSum(segments);
+    slots = static_cast<int>(warpMax(static_cast<uint32_t>(slots)));
     // The fewest heads with which every page still has a block of its own.
     int queries = most;
     bool atPages = true;
@@ -170,12 +184,16 @@ __device__ __forceinline__ void divideRows(const LatentArgs& args, const LatentB
         row[half].cut(atPages && row[half].pageSlots() <= args.ring.slots);
         block.rows()[block.lane + 32 * half] = row[half].packed();
     }
-    if (block.lane == 0) block.flags().queries = queries;
+    if (block.lane > 0) return;
+    const int pieces = pages * latentParts(args.heads, queries);
+    block.flags().queries = queries;
+    block.flags().spread = atPages && slots <= min(kSpreadSlots, args.ring.slots) && pieces <= blocks ? pieces : 0;
 }
 
 // Blocks take tickets in ascending order: first the first batches of pieces of all rows, then in each round the next
 // batch of each row and the joins of the batch before. A ticket waits only for earlier ones, which are in the hands of
-// running blocks, and the earliest that is not finished waits for none. One warp of a block follows the order.
+// running blocks, and the earliest that is not finished waits for none. One warp of a block follows the order. If the
+// pieces are spread, a block's number is its only ticket, and nobody waits.
 struct LatentOrder {
     int parts = 1;
     int round = 0, start = 0;  // start: the round's first ticket; in the end the number of all
@@ -201,10 +219,20 @@ struct LatentOrder {
 
     // Takes the next ticket, and leaves in shared memory what it stands for.
     __device__ __forceinline__ void takeNext(const LatentArgs& args, const LatentBlock& block, int turn) {
-        if (block.lane == 0) ticket = static_cast<int>(atomicAdd(args.partials.counters, 1u));
-        ticket = __shfl_sync(kWholeWarp, ticket, 0);
-        const LatentWork next = find(args, block);
+        LatentWork next;
+        if (block.flags().spread == 0) {
+            if (block.lane == 0) ticket = static_cast<int>(atomicAdd(args.partials.counters, 1u));
+            ticket = __shfl_sync(kWholeWarp, ticket, 0);
+            next = find(args, block);
+        }
         if (block.lane == 0) block.flags().next[turn] = next;
+    }
+    // The same for the block's own number.
+    __device__ __forceinline__ void takeOwn(const LatentArgs& args, const LatentBlock& block, int turn) {
+        ticket = static_cast<int>(blockIdx.x);
+        LatentWork own;
+        if (ticket < block.flags().spread) own = find(args, block);
+        if (block.lane == 0) block.flags().next[turn] = own;
     }
 
 private:

@@ -114,6 +114,30 @@ protected:
         const std::vector<uint8_t> bytes = scratch.read();
         EXPECT_TRUE(std::all_of(bytes.begin(), bytes.begin() + kDecodeCounterBytes, [](uint8_t b) { return b == 0; }));
     }
+
+    // The int8 blocks of each head against those of the CPU's floats.
+    void quantize(const Case& c, const std::vector<Row>& rows) {
+        SCOPED_TRACE(nameOf(c));
+        Cache cache(shapeOf(c), {1501, 301}, 24, 5);
+        const auto count = static_cast<int64_t>(rows.size());
+        const int64_t heads = c.shape.heads, rank = c.shape.rank, pieces = count * heads;
+        const std::vector<float> q = randomFloats(pieces * c.shape.rowDim());
+        const DeviceArray<float> deviceQ(q);
+        const DeviceRows on(rows, cache);
+        const DeviceArray<uint8_t> scratch(latentAttentionBytes(count, c.shape)), got(quantizedRowsBytes(pieces, rank)),
+            wanted(got.size());
+        require(cudaMemset(scratch.get(), 0, kDecodeCounterBytes));
+        require(cudaMemset(got.get(), 0, got.size()));
+        require(cudaMemset(wanted.get(), 0, got.size()));
+        require(cudaDeviceSynchronize());
+        const AttentionRule rule{scaleOf(shapeOf(c)), {}};
+        attentionDecode(stream(), deviceQ.get(), {c.shape.heads, 1, c.shape.rowDim()}, rule, on.batch, cache.onDevice(),
+                        scratch.get(), {nullptr, quantizedRowsOver(got.get(), pieces, rank), {}});
+        const DeviceArray<float> expected(cache.attendOnCpu(q, rows, rule));
+        convertRows(stream(), expected.get(), pieces, rank,
+                    {nullptr, quantizedRowsOver(wanted.get(), pieces, rank), {}});
+        EXPECT_EQ(wanted.read(), got.read());
+    }
 };
 
 TEST_F(Latent, FinishesQueriesAndKeys) {
@@ -205,27 +229,46 @@ TEST_F(Latent, AttendsWithinAWindow) {
     for (const Case& c : {kCases[0], kCases[4]}) attend(c, {{0, 700}, {0, 701}, {1, 3}}, 12, {100, 0});
 }
 
+// A captured call serves texts whose pages have blocks of their own and texts that are divided by tickets.
+TEST_F(Latent, ReplaysWithOtherPositions) {
+    const Case c = {KvType::BF16, {20, 512, 64, 192}};
+    const Shape shape = shapeOf(c);
+    Cache cache(shape, {20000, 3000}, 320, 5);
+    const std::vector<float> q = randomFloats(2 * c.shape.heads * c.shape.rowDim());
+    const DeviceArray<float> deviceQ(q), out(2 * c.shape.heads * c.shape.rank);
+    const DeviceRows on({{0, 0}, {1, 63}}, cache);
+    const DeviceArray<uint8_t> scratch(latentAttentionBytes(2, c.shape));
+    require(cudaMemset(scratch.get(), 0, kDecodeCounterBytes));
+    require(cudaDeviceSynchronize());
+    const AttentionRule rule{scaleOf(shape), {}};
+    RowOutputs outputs;
+    outputs.floats = out.get();
+    const auto call = [&] {
+        attentionDecode(stream(), deviceQ.get(), {c.shape.heads, 1, shape.headDim}, rule, on.batch, cache.onDevice(),
+                        scratch.get(), outputs);
+    };
+    call();
+    const auto graph = stream().capture(call);
+    for (const std::vector<Row>& rows : std::vector<std::vector<Row>>{{{0, 0}, {1, 63}},
+                                                                      {{0, 300}, {1, 64}},
+                                                                      {{0, 19999}, {1, 5}},
+                                                                      {{1, 400}, {0, 1023}},
+                                                                      {{1, 2999}, {0, 70}},
+                                                                      {{0, 1}, {0, 2}}}) {
+        stream().upload(on.positions.get(), DeviceRows::positionsOf(rows).data(), 8);
+        stream().upload(on.sequences.get(), DeviceRows::sequencesOf(rows).data(), 8);
+        stream().replay(*graph);
+        EXPECT_TRUE(sameBits(cache.attendOnCpu(q, rows, rule), out.read())) << rows[0].position;
+    }
+}
+
 // Each head's result is a row of int8 blocks of its own.
 TEST_F(Latent, QuantizesEachHead) {
-    const Case c = {KvType::BF16, {5, 96, 32, 64}};
-    const std::vector<Row> rows = {{0, 70}, {1, 3}, {0, 71}};
-    Cache cache(shapeOf(c), {72, 4}, 2, 5);
-    const int64_t heads = c.shape.heads, rank = c.shape.rank, pieces = static_cast<int64_t>(rows.size()) * heads;
-    const std::vector<float> q = randomFloats(pieces * c.shape.rowDim());
-    const DeviceArray<float> deviceQ(q);
-    const DeviceRows on(rows, cache);
-    const DeviceArray<uint8_t> scratch(latentAttentionBytes(3, c.shape)), got(quantizedRowsBytes(pieces, rank)),
-        wanted(got.size());
-    require(cudaMemset(scratch.get(), 0, kDecodeCounterBytes));
-    require(cudaMemset(got.get(), 0, got.size()));
-    require(cudaMemset(wanted.get(), 0, got.size()));
-    require(cudaDeviceSynchronize());
-    const AttentionRule rule{scaleOf(shapeOf(c)), {}};
-    attentionDecode(stream(), deviceQ.get(), {c.shape.heads, 1, c.shape.rowDim()}, rule, on.batch, cache.onDevice(),
-                    scratch.get(), {nullptr, quantizedRowsOver(got.get(), pieces, rank), {}});
-    const DeviceArray<float> expected(cache.attendOnCpu(q, rows, rule));
-    convertRows(stream(), expected.get(), pieces, rank, {nullptr, quantizedRowsOver(wanted.get(), pieces, rank), {}});
-    EXPECT_EQ(wanted.read(), got.read());
+    for (const Case& c : std::vector<Case>{
+             {KvType::BF16, {5, 96, 32, 64}}, {KvType::F16, {20, 512, 64, 192}}, {KvType::F32, {9, 160, 16, 32}}}) {
+        quantize(c, {{0, 70}, {1, 3}, {0, 71}});
+        quantize(c, {{0, 1500}, {1, 300}});
+    }
 }
 
 // Against convertRows of the same pieces, copied on the host.
