@@ -21,7 +21,9 @@ struct Latents {
     HalfRows qHalf;
 };
 
-// The units of a row are its heads and the row of the cache. Each has a warp; blocks are (row, units).
+// The units of a row are its heads and the row of the cache. Each has a warp; blocks are (row, units). Whatever does
+// not come from another kernel is loaded before the kernel's turn: it would be waited for link by link afterwards.
+// Loops are hardly unrolled: in a step of one row their code has to come from the L2 cache, and runs once.
 template <bool kAdjacent>
 __global__ void __launch_bounds__(32 * kWarps)
     prepareLatents(const __grid_constant__ Latents p, const BatchRows batch, const KvPages pages) {
@@ -30,35 +32,43 @@ __global__ void __launch_bounds__(32 * kWarps)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, unit = blockIdx.y * kWarps + warp;
     const int rank = p.shape.rank, rotated = p.shape.rotated, dim = rank + rotated, heads = p.shape.heads;
     if (unit > heads) return;
-    waitForPrevious();
     const int64_t row = blockIdx.x;
     float* const buffer = buffers + warp * dim;
+    float weight[kNormed];
+    if (unit == heads) readStrided(p.how.kNorm, rank, lane, weight);
     const Place place(batch, row);
     Rotation<kSteps, kAdjacent> rotation;
+    rotation.read(p.how, place.position, lane);
     if (unit < heads) {
+        const float factor = p.how.queryScale ? p.how.queryScale[place.position] : 1.0f;
+        waitForPrevious();
         const int64_t at = (row * heads + unit) * dim;
         const float* const from =
             p.headQueries + (row * heads + unit) * (p.shape.plainDim + rotated) + p.shape.plainDim;
-        rotation.read(p.how, place.position, lane);
+#pragma unroll 2
         for (int i = lane; i < rotated; i += 32) buffer[i] = from[i];
-        const float factor = p.how.queryScale ? p.how.queryScale[place.position] : 1.0f;
         const Inputs in = {p.qHalf.hi ? nullptr : p.q, nullptr, nullptr, p.qHalf};
         if (p.how.queryScale || p.qHalf.hi) {
+#pragma unroll 2
             for (int i = 2 * lane; i < rank; i += 64)
                 storeQuery(in, at + i, __fmul_rn(p.q[at + i], factor), __fmul_rn(p.q[at + i + 1], factor));
         }
         return writeRotated<true>(buffer, rotated, rotated, rotation, in, {nullptr, at + rank}, pages.type, lane,
                                   factor);
     }
+    const int64_t at = place.inCache(batch, pages, 0);
+    waitForPrevious();
     const float* const key = p.k + row * dim;
     float x[kNormed];
     readStrided(key, rank, lane, x);
-    rotation.read(p.how, place.position, lane);
+#pragma unroll 2
     for (int i = lane; i < rotated; i += 32) buffer[rank + i] = key[rank + i];
-    normalize(x, p.how.kNorm, rank, p.how.eps, lane);
+    normalize(x, nullptr, rank, p.how.eps, lane);
+#pragma unroll
+    for (int i = 0; i < kNormed; i++) x[i] = __fmul_rn(x[i], weight[i]);
     writeStrided(x, rank, lane, buffer);
-    const int64_t at = place.inCache(batch, pages, 0);
     writeRotated<false>(buffer + rank, rotated, rotated, rotation, {}, {pages.k, at + rank}, pages.type, lane);
+#pragma unroll 2
     for (int e = 2 * lane; e < rank; e += 64) storePair(pages.k, pages.type, at + e, buffer[e], buffer[e + 1]);
 }
 
