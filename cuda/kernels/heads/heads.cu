@@ -3,10 +3,10 @@
 //
 // A warp takes one head of one row. Lane i sums the squares of elements i, i + 32, ..., which is the order of the CPU's
 // norm, so the bits are the same. The normed head stays in shared memory for the rotation, which combines elements of
-// different lanes. There is little to compute and much to wait for, so every load is issued as soon as its address is
-// known: norm weights before the kernel's turn, then the head and the row's position together, then the angles while
-// the norm is computed. A norm over the whole row (FullRow) reads queries that other warps of the row overwrite, so a
-// block takes all query heads of a row, and every warp has its sum before any of them writes.
+// different lanes. There is little to compute and much to wait for, so every load is issued as soon as it may be: norm
+// weights, the row's position, its page and its angles before the kernel's turn, and then only the head. A norm over
+// the whole row (FullRow) reads queries that other warps of the row overwrite, so a block takes all query heads of a
+// row, and every warp has its sum before any of them writes.
 #include "kernels/heads/heads.cuh"
 
 namespace sharpi::cuda {
@@ -39,15 +39,19 @@ __global__ void __launch_bounds__(32 * kWarps)
     if (valueHead >= shape.kvHeads) return;
     float weight[2 * kSteps], x[2 * kSteps];
     if (isNormed && valueHead < 0) readStrided(isQuery ? how.qNorm : how.kNorm, dim, lane, weight);
-    waitForPrevious();
     const int64_t at = isQuery ? (row * shape.heads + unit) * dim
                                : (row * shape.kvHeads + (valueHead < 0 ? keyHead : valueHead)) * dim;
-    if (valueHead < 0) readStrided((isQuery ? in.q : in.k) + at, dim, lane, x);
     const Place place(batch, row);
-    if (valueHead >= 0) return appendValues(in.v + at, place.inCache(batch, pages, valueHead), pages, lane);
+    if (valueHead >= 0) {
+        const int64_t cached = place.inCache(batch, pages, valueHead);
+        waitForPrevious();
+        return appendValues(in.v + at, cached, pages, lane);
+    }
     const Destination to = {isQuery ? nullptr : pages.k, isQuery ? at : place.inCache(batch, pages, keyHead)};
     Rotation<kSteps, kAdjacent> rotation;
     rotation.read(how, place.position, lane);
+    waitForPrevious();
+    readStrided((isQuery ? in.q : in.k) + at, dim, lane, x);
     float inverse = 1.0f;
     if (isNormed) {
         float sum = 0.0f;
@@ -95,13 +99,10 @@ __global__ void __launch_bounds__(32 * kWarps)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, dim = shape.headDim;
     const int unit = blockIdx.y * kWarps + warp, keyHead = unit - shape.heads, valueHead = keyHead - shape.kvHeads;
     if (how.appends ? valueHead >= shape.kvHeads : keyHead >= 0) return;
-    waitForPrevious();
     const int64_t row = blockIdx.x;
     const bool isQuery = keyHead < 0, isValue = valueHead >= 0;
     const int kvHead = isValue ? valueHead : keyHead;
     const int64_t at = (isQuery ? row * shape.heads + unit : row * shape.kvHeads + kvHead) * dim;
-    float x[2 * kSteps];
-    readStrided((isQuery ? in.q : isValue && !how.valuesAreKeys ? in.v : in.k) + at, dim, lane, x);
     const Place place(batch, row);
     const Destination to = {isQuery   ? nullptr
                             : isValue ? pages.v
@@ -110,6 +111,9 @@ __global__ void __launch_bounds__(32 * kWarps)
     const int ropeDims = isValue ? 0 : how.ropeDims;
     Rotation<kSteps, kAdjacent> rotation;
     if (ropeDims > 0) rotation.read(how, place.position, lane);
+    waitForPrevious();
+    float x[2 * kSteps];
+    readStrided((isQuery ? in.q : isValue && !how.valuesAreKeys ? in.v : in.k) + at, dim, lane, x);
 
     const bool isNormed = isValue ? how.valueNorm : how.norm == HeadNorm::PerHead;
     const bool isLate = how.normAfterRotation && !isValue;
