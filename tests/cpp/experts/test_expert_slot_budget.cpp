@@ -205,9 +205,17 @@ TEST(ExpertSlots, LargeCachesHaveLandingPlacesForManyRows) {
         int64_t rows;
         int32_t landing;
     };
-    for (const auto& [slots, rows, landing] :
-         std::vector<Case>{{60, 64, 7}, {500, 64, 8}, {575, 64, 8}, {576, 64, 9}, {4000, 1, 8}, {4000, 8, 8},
-                           {4000, 9, 9}, {4000, 64, 62}, {4096, 64, 64}, {13000, 64, 64}, {13000, 200, 64}}) {
+    for (const auto& [slots, rows, landing] : std::vector<Case>{{60, 64, 7},
+                                                                {500, 64, 8},
+                                                                {575, 64, 8},
+                                                                {576, 64, 9},
+                                                                {4000, 1, 8},
+                                                                {4000, 8, 8},
+                                                                {4000, 9, 9},
+                                                                {4000, 64, 62},
+                                                                {4096, 64, 64},
+                                                                {13000, 64, 64},
+                                                                {13000, 200, 64}}) {
         FakeDevice device(size_t{1} << 30);
         Allocator allocator(device);
         ExpertSlotManager world(allocator, layout);
