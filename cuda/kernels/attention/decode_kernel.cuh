@@ -159,7 +159,7 @@ template <class K> struct PieceWork {
         const KeyFeeder<false> feeder(block, keys(), n, rowBytes(), chunks());
         const bool isUsed = piece.has(page);
         if (isUsed) feeder.begin();
-        if (isUsed && tile.first == 0) prefetchBytes(values(), n * rowBytes(), block.lane, 32);
+        if (isUsed && tile.first == piece.firstQuery) prefetchBytes(values(), n * rowBytes(), block.lane, 32);
         loadQueries<false>(tile);
         takeNext(tile);
         __syncthreads();

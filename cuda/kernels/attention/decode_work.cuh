@@ -104,7 +104,6 @@ struct Flags {
     volatile int ticket[2];  // of the next piece, which a block takes while it works on a piece
     volatile int runs, pieces;
     volatile int mayWait;   // whether a piece may wait for an earlier one
-    volatile int anyLong;   // whether a run is cut at segments
     volatile int finished;  // whether this block joins the batch
 };
 
@@ -168,7 +167,6 @@ __device__ __forceinline__ void findOnlyRun(const Args& args, const Block& block
     block.rows()[0] = {first, run.keys};
     block.runs()[0] = run.packed();
     block.flags().runs = 1, block.flags().pieces = run.end, block.flags().mayWait = run.mayWait(args);
-    block.flags().anyLong = !run.isShort;
 }
 
 // Finds the runs of the batch and leaves them and what each row sees in shared memory. One warp calls it.
@@ -176,7 +174,7 @@ __device__ __forceinline__ void findRuns(const Args& args, const Block& block) {
     const int rows = static_cast<int>(args.batch.rows), lane = block.lane;
     if (rows == 1) return findOnlyRun(args, block);
     int runs = 0, pieces = 0;
-    bool mayWait = false, anyLong = false;
+    bool mayWait = false;
 #pragma unroll 1
     for (int base = 0; base < rows; base += 32) {
         const int row = min(base + lane, rows - 1), before = max(0, row - 1);
@@ -202,7 +200,6 @@ __device__ __forceinline__ void findRuns(const Args& args, const Block& block) {
         }
         run.end = starts ? run.pieces() : 0;
         mayWait |= __ballot_sync(kWholeWarp, starts && run.mayWait(args)) != 0;
-        anyLong |= __ballot_sync(kWholeWarp, starts && !run.isShort) != 0;
 #pragma unroll
         for (int width = 1; width < 32 && width < rows; width <<= 1) {
             const int other = __shfl_up_sync(kWholeWarp, run.end, width);
@@ -214,14 +211,12 @@ __device__ __forceinline__ void findRuns(const Args& args, const Block& block) {
         runs += __popc(starting);
         pieces = __shfl_sync(kWholeWarp, run.end, min(31, rows - 1 - base));
     }
-    if (lane > 0) return;
-    block.flags().runs = runs, block.flags().pieces = pieces;
-    block.flags().mayWait = mayWait, block.flags().anyLong = anyLong;
+    if (lane == 0) block.flags().runs = runs, block.flags().pieces = pieces, block.flags().mayWait = mayWait;
 }
 
-// Pages of short rows may be fewer than the blocks. Then a block takes a part of a group's heads: one for each warp if
-// the blocks suffice, else a tile. A part is joined by itself, and counts as a kv head of its own. There are no more
-// parts than blocks and no more than heads, so the counters suffice.
+// There may be fewer pieces than blocks. Then a block takes a part of a group's heads, and of a run's queries: one head
+// for each warp if the blocks suffice, else a tile. A part is joined by itself, and counts as a kv head of its own.
+// There are no more parts than blocks and no more than heads, so the counters suffice.
 struct Parts {
     int each, count;  // heads of a part, parts of a group
 
@@ -229,7 +224,7 @@ struct Parts {
     __host__ __device__ static int most(int group) { return (group + kWarps - 1) / kWarps; }
 
     __device__ Parts(const Args& args, const Block& block, int tile) : each(args.group), count(1) {
-        if (block.flags().anyLong) return;
+        if (block.flags().mayWait) return;
         const int pieces = block.flags().pieces * args.shape.kvHeads;
 #pragma unroll 1
         for (int heads = kWarps; heads <= tile && heads < args.group; heads *= 2) {
@@ -241,7 +236,7 @@ struct Parts {
     }
 };
 
-// One piece of one kv head of a run: a page, or the pages of a segment, for all queries or, of a page, for a part.
+// One piece of one kv head of a run: a page, or the pages of a segment, for all queries or for a part of them.
 struct Piece {
     Run run;
     int kvHead, index, pieces;
@@ -262,8 +257,8 @@ struct Piece {
         run = Run::from(block.runs()[number]);
         pieces = run.pieces();
         index = piece - (run.end - pieces);
-        firstQuery = part * parts.each;
-        endQuery = min(firstQuery + run.rows * parts.each, run.rows * args.group);
+        firstQuery = part * parts.each * run.rows;
+        endQuery = min(firstQuery + parts.each * run.rows, run.rows * args.group);
         chain = (run.row * args.shape.kvHeads + kvHead) * parts.count + part;
     }
     // The page of a warp.

@@ -83,7 +83,9 @@ TEST_F(Decode, DividesLargeGroups) {
                                                      {KvType::BF16, 22, 2, 72},
                                                      {KvType::BF16, 16, 1, 256}}) {
             for (const int32_t position : {0, 40, 63, 299, 700}) compareOn(on, shape, {{0, position}}, 12);
+            for (const int32_t position : {1100, 3000}) compareOn(on, shape, {{0, position}}, 48);
             compareOn(on, shape, {{0, 299}, {1, 3}, {2, 130}}, 12);
+            compareOn(on, shape, {{0, 2998}, {0, 2999}, {0, 3000}}, 48);
             compareOn(on, shape, {{0, 299}, {0, 300}, {1, 3000}, {0, 301}}, 48);
         }
     }
