@@ -78,7 +78,7 @@ class FakeSpec:
 
 def fake_file(*sizes: int) -> SimpleNamespace:
     tensors = [SimpleNamespace(name=f"weights {i}", type=0, shape=(n,), nbytes=n) for i, n in enumerate(sizes)]
-    return SimpleNamespace(name="fake", architecture="llama", tensors=tensors)
+    return SimpleNamespace(name="fake", architecture="llama", tensors=tensors, paths=())
 
 
 def plan_of(weights: int = 1000, spec: FakeSpec | None = None, **options):
