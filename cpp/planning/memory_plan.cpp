@@ -196,17 +196,16 @@ int64_t batchRows(const EngineOptions& options) {
 }
 
 int64_t headRows(const EngineOptions& options) {
-    return std::clamp<int64_t>(2 * int64_t{options.sequences}, kMostDraftRows, kExactLaunchRows);
+    const int64_t wanted = std::clamp<int64_t>(2 * int64_t{options.sequences}, kMostDraftRows, kExactLaunchRows);
+    return std::min(batchRows(options), wanted);
 }
 
-SlotBudget slotBudget(const EngineOptions& options) {
-    return {options.expertSlotBytes, std::min(batchRows(options), headRows(options))};
-}
+SlotBudget slotBudget(const EngineOptions& options) { return {options.expertSlotBytes, headRows(options)}; }
 
 StepLimits engineLimits(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options) {
     StepLimits limits = stepLimits(spec, tensors, batchRows(options), options.context, options.kvType);
     limits.prompt = options.prompt;
-    limits.headRows = std::min(limits.maxRows, headRows(options));
+    limits.headRows = headRows(options);
     limits.expertSlots = options.device.kind->keepsWeights() && expertsAway(spec, options.homes);
     return limits;
 }

@@ -23,7 +23,7 @@ std::vector<ExpertSlotManager::PoolShape> expertPools(const ModelSpec& spec, con
                                                       const EngineOptions& options);
 // Rows of a batch: those asked for, within the context, and at least the device's tile of prompt rows.
 int64_t batchRows(const EngineOptions& options);
-// Rows from which tokens can be chosen at once: a token and a draft of each sequence, or all drafts of one.
+// Rows of a batch from which tokens can be chosen at once: a token and a draft of each sequence, or all drafts of one.
 int64_t headRows(const EngineOptions& options);
 // Of the device's memory, for experts in Slots.
 SlotBudget slotBudget(const EngineOptions& options);

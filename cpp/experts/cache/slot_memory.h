@@ -23,8 +23,8 @@ namespace sharpi {
 struct SlotBudget {
     SlotBudget(size_t most, int64_t rows = 1) : bytes(most), stepRows(rows) {}
 
-    size_t bytes = 0;      // at most, landing slots included
-    int64_t stepRows = 1;  // the most that a step has
+    size_t bytes;      // the most that slots may take, landing slots included
+    int64_t stepRows;  // the most rows of a step
 };
 
 // An expert by its pool, and its number among the pool's experts.

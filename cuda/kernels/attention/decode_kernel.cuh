@@ -54,7 +54,7 @@ template <class K> struct PieceWork {
     }
 
     // Brings keys to the L2 cache before they may be read, since the last ones may still be written, and a short row's
-    // values. Those of segments on all multiprocessors would not fit.
+    // values. The values of all multiprocessors' segments would not fit.
     __device__ __forceinline__ void prefetch() const {
         const int thread = isShort() ? threadIdx.x : block.lane, threads = isShort() ? kThreads : 32;
         prefetchBytes(keys(), n * rowBytes(), thread, threads);

@@ -218,41 +218,6 @@ TEST_F(GatedDelta, StepsLayerAfterLayerInPlace) {
     }
 }
 
-// Each sequence's rows, cut wherever a state is kept, and otherwise at random or after 64 rows.
-std::vector<std::pair<int32_t, int32_t>> chunksOf(const World& w, std::mt19937& random, bool whole) {
-    std::vector<std::pair<int32_t, int32_t>> tiles = {{0, 0}};
-    for (size_t s = 0; s < w.begin.size(); ++s) {
-        for (int32_t at = w.begin[s]; at < w.end[s];) {
-            int32_t until = std::min<int32_t>(
-                w.end[s], at + (whole ? kDeltaChunk : 1 + static_cast<int32_t>(random() % kDeltaChunk)));
-            for (int32_t t = at; t < until; ++t)
-                if (w.to[static_cast<size_t>(t)] >= 0) until = t + 1;
-            tiles.emplace_back(at, until);
-            at = until;
-        }
-    }
-    std::shuffle(tiles.begin(), tiles.end(), random);
-    return tiles;
-}
-
-// The largest error, relative to the largest number of the same head. Numbers are [.., heads, group].
-double errorOf(const std::vector<double>& expected, const std::vector<float>& got, size_t heads, size_t group) {
-    double error = 0;
-    for (size_t head = 0; head < heads; ++head) {
-        double largest = 1e-30, difference = 0;
-        for (size_t first = head * group; first < expected.size(); first += heads * group) {
-            for (size_t i = first; i < first + group; ++i) {
-                if (std::isnan(expected[i]) && std::isnan(got[i])) continue;  // an entry that is not used
-                largest = std::max(largest, std::abs(expected[i]));
-                const double d = std::abs(expected[i] - got[i]);
-                difference = std::isnan(d) ? INFINITY : std::max(difference, d);
-            }
-        }
-        error = std::max(error, difference / largest);
-    }
-    return error;
-}
-
 class GatedDeltaChunks : public GatedDelta {
 protected:
     void compare(const Case& c, bool whole, bool split) {
@@ -268,7 +233,7 @@ protected:
         }
         const DeviceWorld device(w);
         std::vector<float> states = w.matrixStates;
-        const auto tiles = chunksOf(w, random(), whole);
+        const auto tiles = tilesOf(w, random(), whole);
         std::vector<int32_t> begin, end;
         for (const auto& [b, e] : tiles) begin.push_back(b), end.push_back(e);
         const DeviceArray<int32_t> deviceBegin(begin), deviceEnd(end);

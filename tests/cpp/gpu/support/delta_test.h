@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <random>
 
 #include "column_test.h"
 #include "core/half.h"
@@ -49,6 +50,43 @@ struct PartRows {
         end.insert(end.begin() + 1, 0);
     }
 };
+
+// Each sequence's rows, cut wherever a state is kept, and otherwise at random or after 64 rows; in any order. Rows: a
+// World or PartRows.
+template <typename Rows>
+std::vector<std::pair<int32_t, int32_t>> tilesOf(const Rows& rows, std::mt19937& random, bool whole) {
+    std::vector<std::pair<int32_t, int32_t>> tiles = {{0, 0}};
+    for (size_t s = 0; s < rows.begin.size(); ++s) {
+        for (int32_t at = rows.begin[s]; at < rows.end[s];) {
+            const int32_t most = whole ? kDeltaChunk : 1 + static_cast<int32_t>(random() % kDeltaChunk);
+            int32_t until = std::min(rows.end[s], at + most);
+            for (int32_t t = at; t < until; ++t)
+                if (rows.to[static_cast<size_t>(t)] >= 0) until = t + 1;
+            tiles.emplace_back(at, until);
+            at = until;
+        }
+    }
+    std::shuffle(tiles.begin(), tiles.end(), random);
+    return tiles;
+}
+
+// The largest error, relative to the largest number of the same head. Numbers are [.., heads, group].
+inline double errorOf(const std::vector<double>& expected, const std::vector<float>& got, size_t heads, size_t group) {
+    double error = 0;
+    for (size_t head = 0; head < heads; ++head) {
+        double largest = 1e-30, difference = 0;
+        for (size_t first = head * group; first < expected.size(); first += heads * group) {
+            for (size_t i = first; i < first + group; ++i) {
+                if (std::isnan(expected[i]) && std::isnan(got[i])) continue;  // an entry that is not used
+                largest = std::max(largest, std::abs(expected[i]));
+                const double d = std::abs(expected[i] - got[i]);
+                difference = std::isnan(d) ? INFINITY : std::max(difference, d);
+            }
+        }
+        error = std::max(error, difference / largest);
+    }
+    return error;
+}
 
 struct Case {
     DeltaShape shape;
