@@ -104,7 +104,7 @@ void shortPrompts(Stream& stream) {
 }
 
 // Each row goes to `used` different experts.
-ExpertGroups randomGroups(int64_t rows, int experts, int used) {
+ExpertGroups randomGroups(const DeviceInfo& device, int64_t rows, int experts, int used) {
     std::vector<std::vector<int32_t>> tokens(static_cast<size_t>(experts));
     std::vector<int> order(static_cast<size_t>(experts));
     std::iota(order.begin(), order.end(), 0);
@@ -113,14 +113,15 @@ ExpertGroups randomGroups(int64_t rows, int experts, int used) {
         for (int i = 0; i < used; ++i) tokens[static_cast<size_t>(order[static_cast<size_t>(i)])].push_back(t);
     }
     std::vector<int32_t> begin{0}, pairToken, tileExpert, tileBegin;
+    ExpertGroups groups;
+    groups.tilePairs = expertTilePairs(device);
     for (int e = 0; e < experts; ++e) {
         const std::vector<int32_t>& mine = tokens[static_cast<size_t>(e)];
         pairToken.insert(pairToken.end(), mine.begin(), mine.end());
         begin.push_back(static_cast<int32_t>(pairToken.size()));
-        for (int32_t p = begin[static_cast<size_t>(e)]; p < begin.back(); p += kExpertTile)
+        for (int32_t p = begin[static_cast<size_t>(e)]; p < begin.back(); p += groups.tilePairs)
             tileExpert.push_back(e), tileBegin.push_back(p);
     }
-    ExpertGroups groups;
     groups.pairs = static_cast<int64_t>(pairToken.size());
     groups.tiles = maxExpertTiles(groups.pairs, experts);
     tileExpert.resize(static_cast<size_t>(groups.tiles), -1);
@@ -134,7 +135,7 @@ ExpertGroups randomGroups(int64_t rows, int experts, int used) {
 
 void expertProducts(Stream& stream, const char* name, DType type, int64_t outputs, int64_t cols, bool gather) {
     constexpr int kExperts = 128, kUsed = 8;
-    const ExpertGroups groups = randomGroups(kRows, kExperts, kUsed);
+    const ExpertGroups groups = randomGroups(stream.device(), kRows, kExperts, kUsed);
     const size_t bytes = packedBytes(type, outputs, cols);
     uint8_t* weights = randomWeights(bytes * kExperts);
     const HalfRows x = randomRows(gather ? kRows : groups.pairs, cols);

@@ -231,11 +231,10 @@ void CudaExperts::computeByStack(const ExpertCall& call) {
 // The fast rows' pairs, expert by expert.
 cuda::ExpertGroups CudaExperts::group(const ExpertCall& call, int64_t exactPairs, cuda::ExpertGrouping& made) {
     const RouterCall& r = call.routing;
-    const int64_t rows = _pass.fastRows(), pairs = rows * r.used;
+    const int64_t rows = _pass.fastRows();
     if (!rows) return {};
     made = cuda::expertGroupingOver(_pass.at<uint8_t>(_pass.layout->grouping), rows, r.used, r.count);
-    cuda::groupExperts(_pass.stream, chosen(exactPairs), rows, r.used, r.count, made);
-    return {made.begin, made.pairToken, made.tileExpert, made.tileBegin, pairs, cuda::maxExpertTiles(pairs, r.count)};
+    return cuda::groupExperts(_pass.stream, chosen(exactPairs), rows, r.used, r.count, made);
 }
 
 // y: all pairs, those of exact rows by row and rank, those of fast rows as they are grouped. ofRows: a pair reads its

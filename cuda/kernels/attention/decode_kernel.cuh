@@ -308,9 +308,12 @@ template <class K> void launchFewRows(Stream& stream, Args args, int64_t pages) 
     const int64_t perProcessor = std::max(1, std::min(8, room)), processors = stream.device().multiprocessors;
     const int64_t chains = args.batch.rows * args.shape.kvHeads;
     const int64_t blocks = std::min(chains * Parts::most(args.group) * pages, perProcessor * processors);
-    // A short row's pages leave room for the pages of its first segment that it does not see.
+    // One block joins all pages of a short row, so from some number on segments are faster, however many blocks there
+    // are. A short row's pages leave room for the pages of its first segment that it does not see.
+    constexpr int64_t kMostShortPages = 40;
     const int64_t spread = std::min<int64_t>(perProcessor, 3) * processors / chains;
-    args.shortPages = static_cast<int>(std::min<int64_t>(spread, args.ring.slots - kSegmentPages + 1));
+    args.shortPages =
+        static_cast<int>(std::min<int64_t>({spread, kMostShortPages, args.ring.slots - kSegmentPages + 1}));
     launch(stream, kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), static_cast<size_t>(bytes), args);
 }
 

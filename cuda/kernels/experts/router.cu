@@ -381,12 +381,12 @@ __device__ __forceinline__ int32_t scanOfWarp(int32_t value, int lane) {  // inc
 }
 
 // One warp turns the counts by expert (begin[e]) into the first pair and the first tile of each expert.
-__device__ void scanExperts(int32_t* begin, int32_t* tileStart, int32_t experts, int lane) {
+__device__ void scanExperts(int32_t* begin, int32_t* tileStart, int32_t experts, int32_t tilePairs, int lane) {
     int32_t pairsBefore = 0, tilesBefore = 0;
     for (int32_t first = 0; first < experts; first += 32) {
         const int32_t e = first + lane;
         const int32_t count = e < experts ? begin[e] : 0;
-        const int32_t tiles = (count + kExpertTile - 1) / kExpertTile;
+        const int32_t tiles = (count + tilePairs - 1) / tilePairs;
         const int32_t throughPairs = scanOfWarp(count, lane), throughTiles = scanOfWarp(tiles, lane);
         if (e < experts) {
             begin[e] = pairsBefore + throughPairs - count;
@@ -403,7 +403,7 @@ __device__ void scanExperts(int32_t* begin, int32_t* tileStart, int32_t experts,
 
 // Writes the tiles of all experts, and -1 for the unused entries behind them. The whole grid shares the work.
 __device__ void writeTiles(const int32_t* begin, const int32_t* tileStart, int32_t experts, int64_t tiles,
-                           const ExpertGrouping& to) {
+                           int32_t tilePairs, const ExpertGrouping& to) {
     for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < tiles; i += int64_t{gridDim.x} * blockDim.x) {
         if (i >= tileStart[experts]) {
             to.tileExpert[i] = -1;
@@ -416,12 +416,12 @@ __device__ void writeTiles(const int32_t* begin, const int32_t* tileStart, int32
             (tileStart[middle] <= i ? low : high) = middle;
         }
         to.tileExpert[i] = low;
-        to.tileBegin[i] = begin[low] + static_cast<int32_t>(i - tileStart[low]) * kExpertTile;
+        to.tileBegin[i] = begin[low] + static_cast<int32_t>(i - tileStart[low]) * tilePairs;
     }
 }
 
 __global__ void placePairsKernel(const int32_t* chosen, int64_t pairs, int64_t segment, int32_t used, int32_t experts,
-                                 int64_t tiles, ExpertGrouping to) {
+                                 int64_t tiles, int32_t tilePairs, ExpertGrouping to) {
     extern __shared__ int32_t sharedCounts[];
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     int32_t* begin = sharedCounts;             // [experts + 1]
@@ -454,9 +454,9 @@ __global__ void placePairsKernel(const int32_t* chosen, int64_t pairs, int64_t s
         }
     }
     __syncthreads();
-    if (warp == 0) scanExperts(begin, tileStart, experts, lane);
+    if (warp == 0) scanExperts(begin, tileStart, experts, tilePairs, lane);
     __syncthreads();
-    writeTiles(begin, tileStart, experts, tiles, to);
+    writeTiles(begin, tileStart, experts, tiles, tilePairs, to);
     if (blockIdx.x == 0) {
         for (int32_t e = threadIdx.x; e <= experts; e += blockDim.x) to.begin[e] = begin[e];
     }
@@ -560,10 +560,12 @@ void route(Stream& stream, const float* logits, int64_t rows, const RouteRule& r
            routers, passes, chosen, weight, uses, scale);
 }
 
-void groupExperts(Stream& stream, const int32_t* chosen, int64_t rows, int32_t used, int32_t experts,
-                  const ExpertGrouping& to) {
+ExpertGroups groupExperts(Stream& stream, const int32_t* chosen, int64_t rows, int32_t used, int32_t experts,
+                          const ExpertGrouping& to) {
     const int64_t pairs = rows * used;
-    if (pairs == 0) return;
+    if (pairs == 0) return {};
+    const int64_t tiles = maxExpertTiles(pairs, experts);
+    const int32_t tilePairs = expertTilePairs(stream.device());
     const Segments segments = segmentsOf(pairs);
     const dim3 grid(static_cast<unsigned>(segments.count));
     const int warps = groupWarps(experts);
@@ -572,7 +574,8 @@ void groupExperts(Stream& stream, const int32_t* chosen, int64_t rows, int32_t u
     launch(stream, countPairsKernel, grid, dim3(kGroupWarps * 32), sizeof(int32_t) * experts, chosen, pairs,
            segments.length, experts, to.counts);
     launch(stream, placePairsKernel, grid, dim3(warps * 32), shared, chosen, pairs, segments.length, used, experts,
-           maxExpertTiles(pairs, experts), to);
+           tiles, tilePairs, to);
+    return {to.begin, to.pairToken, to.tileExpert, to.tileBegin, pairs, tiles, tilePairs};
 }
 
 void combineExperts(Stream& stream, const float* y, const int32_t* pairOf, const float* weight, int64_t rows,

@@ -38,7 +38,7 @@ void route(Stream& stream, const float* logits, int64_t rows, const RouteRule& r
 
 // Groups the pairs of `chosen` by expert, and by ascending row for each expert, and cuts the groups into tiles.
 // pairOf[t, k]: the new place of pair (t, k); pairAt: the pair at each place. counts is scratch. All
-// maxExpertTiles(rows * used, experts) tiles are written.
+// maxExpertTiles(rows * used, experts) tiles are written. Returns the groups; without pairs there are none.
 struct ExpertGrouping {
     int32_t *begin = nullptr, *pairToken = nullptr, *pairOf = nullptr, *tileExpert = nullptr, *tileBegin = nullptr;
     int32_t *counts = nullptr, *pairAt = nullptr;
@@ -46,8 +46,8 @@ struct ExpertGrouping {
 constexpr int64_t kMaxPairSegments = 64;  // counts: [kMaxPairSegments, experts]
 size_t expertGroupingBytes(int64_t rows, int32_t used, int32_t experts);
 ExpertGrouping expertGroupingOver(void* buffer, int64_t rows, int32_t used, int32_t experts);  // 256-byte aligned
-void groupExperts(Stream& stream, const int32_t* chosen, int64_t rows, int32_t used, int32_t experts,
-                  const ExpertGrouping& to);
+ExpertGroups groupExperts(Stream& stream, const int32_t* chosen, int64_t rows, int32_t used, int32_t experts,
+                          const ExpertGrouping& to);
 
 // to[t, :] += sum over ascending ranks k of weight[t, k] * (y[pairOf[t, k], :] + bias), starting at +0, by fma; then
 // the shared answer. If pairOf is null, y is in the order of the pairs: pair (t, k) is at t * used + k. If weight is

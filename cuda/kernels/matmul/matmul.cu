@@ -36,7 +36,8 @@ void launchTiles(Stream& stream, MatmulCall call, int64_t tilesT) {
 template <DType T, bool kSplit> void launchLayout(Stream& stream, const MatmulCall& call) {
     // An expert has few rows, and rarely a whole number of large tiles.
     if (call.groups.begin)
-        return launchTiles<T, kSplit, 1, 2>(stream, call, call.groups.tiles * kBlocksPerExpertTile<kWarpTile>);
+        return launchTiles<T, kSplit, 1, 2>(stream, call,
+                                            call.groups.tiles * blocksPerExpertTile<kWarpTile>(call.groups));
     const auto tiles = [&](int64_t rows) { return (call.rows + rows - 1) / rows; };
     if (call.rows <= kWarpTile) return launchTiles<T, kSplit, 1, 2>(stream, call, tiles(kWarpTile));
     launchTiles<T, kSplit, 2, 2>(stream, call, tiles(2 * kWarpTile));
@@ -115,6 +116,10 @@ void matmulByHead(Stream& stream, const HeadRows& weights, const HalfRows& x, in
     call.by.stride = weights.stride;
     call.aligned = isAligned(call);
     launchType(stream, call, weights.w.type);
+}
+
+int32_t expertTilePairs(const DeviceInfo& device) {
+    return runsByWarpgroups(device) ? kWarpgroupExpertTile : kSmallExpertTile;
 }
 
 void matmulExperts(Stream& stream, const ExpertStack& w, const HalfRows& x, const ExpertGroups& groups, bool gather,

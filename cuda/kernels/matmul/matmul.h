@@ -32,14 +32,17 @@ void matmulByHead(Stream& stream, const HeadRows& weights, const HalfRows& x, in
 struct ExpertGroups {
     const int32_t* begin = nullptr;       // [experts + 1]
     const int32_t* pairToken = nullptr;   // [pairs]: the row of x that a pair reads
-    const int32_t* tileExpert = nullptr;  // [tiles]: the expert of the tile of kExpertTile pairs, -1 past the end
+    const int32_t* tileExpert = nullptr;  // [tiles]: the expert of a tile of tilePairs pairs, -1 past the end
     const int32_t* tileBegin = nullptr;   // [tiles]: its first pair
     int64_t pairs = 0;
-    int64_t tiles = 0;  // the size of the tile arrays: maxExpertTiles(pairs, experts)
+    int64_t tiles = 0;      // the size of the tile arrays: maxExpertTiles(pairs, experts)
+    int32_t tilePairs = 0;  // the most pairs of a tile: expertTilePairs()
 };
-constexpr int kExpertTile = 128;
+// The most pairs of a tile for which the device's kernel is fastest, at least kSmallExpertTile.
+constexpr int kSmallExpertTile = 128;
+int32_t expertTilePairs(const DeviceInfo& device);
 inline int64_t maxExpertTiles(int64_t pairs, int64_t experts) {
-    return pairs / kExpertTile + (pairs < experts ? pairs : experts) + 1;
+    return pairs / kSmallExpertTile + (pairs < experts ? pairs : experts) + 1;
 }
 
 // Expert e's matrix in a stack is element index[e] - first, if first <= index[e] < end. The stack does not hold other

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(FewTiling::kThreads, FewTiling::kBlocksAtOnce)
     extern __shared__ __align__(1024) uint8_t shared[];
     allowNext();
     if (call.groups.begin) waitForPrevious();  // another kernel writes the tiles' arrays
-    const TilePlace place = placeOf<kExpertTile, FewTiling::kTileN>(call);
+    const TilePlace place = placeOf<kWarpgroupExpertTile, FewTiling::kTileN>(call);
     bool isFirst = !call.groups.begin;
     for (TilePlace few = place; few.begin < place.end; few.begin += FewTiling::kTileT) {
         few.end = min(few.begin + FewTiling::kTileT, place.end);
@@ -44,7 +44,7 @@ template <DType T> void launchFew(Stream& stream, const MatmulCall& call) {
 bool isFew(const MatmulCall& call) {
     if (!call.groups.begin) return call.rows <= FewTiling::kTileT;
     constexpr int64_t kMeanPairs = 4;
-    const int64_t experts = call.groups.tiles - call.groups.pairs / kExpertTile -
+    const int64_t experts = call.groups.tiles - call.groups.pairs / kSmallExpertTile -
                             1;  // an upper bound of those with pairs: see maxExpertTiles
     return call.groups.pairs <= kMeanPairs * experts;
 }

@@ -18,8 +18,10 @@ namespace sharpi::cuda {
 
 constexpr int kWarpTile = 64;  // rows of x and of w that a warp multiplies
 
-// The number of blocks that share a tile of ExpertGroups.
-template <int kTileT> constexpr int kBlocksPerExpertTile = kExpertTile / kTileT;
+// The number of blocks that share a tile of ExpertGroups, if each takes up to kTileT of its pairs.
+template <int kTileT> __host__ __device__ constexpr int blocksPerExpertTile(const ExpertGroups& groups) {
+    return (groups.tilePairs + kTileT - 1) / kTileT;
+}
 
 template <int kTileT, int kTileN> __device__ __forceinline__ TilePlace placeOf(const MatmulCall& call) {
     TilePlace place;
@@ -40,17 +42,17 @@ template <int kTileT, int kTileN> __device__ __forceinline__ TilePlace placeOf(c
         place.end = min(place.begin + kTileT, call.rows);
         return place;
     }
-    if constexpr (kTileT <= kExpertTile) {
-        constexpr int kShare = kBlocksPerExpertTile<kTileT>;
-        const int tile = static_cast<int>(blockIdx.x) / kShare, part = static_cast<int>(blockIdx.x) % kShare;
-        const int expert = call.groups.tileExpert[tile];
-        if (expert < 0) return place;  // past the end of the tiles
-        const int element = call.which.index ? call.which.index[expert] : expert;
-        if (element < call.which.first || element >= call.which.end) return place;
-        place.begin = call.groups.tileBegin[tile] + part * kTileT;
-        place.end = min(place.begin + kTileT, static_cast<int64_t>(call.groups.begin[expert + 1]));
-        place.w += static_cast<size_t>(element - call.which.first) * call.expertStride;
-    }
+    const int share = blocksPerExpertTile<kTileT>(call.groups);
+    const int tile = static_cast<int>(blockIdx.x) / share, part = static_cast<int>(blockIdx.x) % share;
+    const int expert = call.groups.tileExpert[tile];
+    if (expert < 0) return place;  // past the end of the tiles
+    const int element = call.which.index ? call.which.index[expert] : expert;
+    if (element < call.which.first || element >= call.which.end) return place;
+    const int begin = call.groups.tileBegin[tile],
+              end = min(begin + call.groups.tilePairs, call.groups.begin[expert + 1]);
+    place.begin = begin + part * kTileT;
+    place.end = min(begin + (part + 1) * kTileT, end);
+    place.w += static_cast<size_t>(element - call.which.first) * call.expertStride;
     return place;
 }
 

@@ -30,6 +30,8 @@ bool hasWarpgroups(const DeviceInfo& device) {
 
 }  // namespace
 
+bool runsByWarpgroups(const DeviceInfo& device) { return hasWarpgroups(device) && isWanted(); }
+
 // A large tile expands each weight for more rows, but small tiles leave fewer multiprocessors idle. The time of a tile
 // is relative to that of 128 outputs and 256 rows.
 MatmulTile chooseTile(int64_t rows, int64_t outputs, int64_t matrices, int multiprocessors) {
@@ -48,20 +50,16 @@ MatmulTile chooseTile(int64_t rows, int64_t outputs, int64_t matrices, int multi
 }
 
 bool matmulByWarpgroups(Stream& stream, const MatmulCall& call, DType type) {
-    if (!hasWarpgroups(stream.device()) || type == DType::F32 || !call.aligned || !isWanted()) return false;
+    if (!runsByWarpgroups(stream.device()) || type == DType::F32 || !call.aligned) return false;
     if (matmulOfFewRows(stream, call, type)) return true;
-    // Experts' rows come in tiles of kExpertTile.
-    const MatmulTile tile = call.groups.begin ? MatmulTile{128, kExpertTile}
-                                              : chooseTile(call.rows, call.by.rowsOf(call.shape), call.by.count,
-                                                           stream.device().multiprocessors);
-    if (tile.outputs == 64) {
-        matmulInSmallTiles(stream, call, type, tile.rows);
+    if (call.groups.begin) {
+        withNarrowType(type, [&](auto tag) { launchTiling<decltype(tag)::kType, ExpertTiling>(stream, call); });
         return true;
     }
-    withNarrowType(type, [&](auto tag) {
-        if (tile.rows == kExpertTile) launchTiling<decltype(tag)::kType, LargeTiling<kExpertTile>>(stream, call);
-        else launchTiling<decltype(tag)::kType, LargeTiling<256>>(stream, call);
-    });
+    const MatmulTile tile =
+        chooseTile(call.rows, call.by.rowsOf(call.shape), call.by.count, stream.device().multiprocessors);
+    if (tile.outputs == 64) matmulInSmallTiles(stream, call, type, tile.rows);
+    else withNarrowType(type, [&](auto tag) { launchTiling<decltype(tag)::kType, LargeTiling>(stream, call); });
     return true;
 }
 

@@ -14,6 +14,7 @@
 
 #include "core/contract.h"
 #include "kernels/matmul/matmul_kernel.cuh"
+#include "kernels/matmul/matmul_wgmma.h"
 #include "kernels/matmul/wgmma.cuh"
 
 namespace sharpi::cuda {
@@ -48,8 +49,11 @@ template <int kTileN_, int kTileT_, int kThreads_, int kStride_, int kPending_, 
     static constexpr int kStepsAhead = 32;
 };
 
-// Long prompts, and experts.
-template <int kTileT> using LargeTiling = WgmmaTiling<128, kTileT, 256, 1, 1, 2>;
+// Long prompts.
+using LargeTiling = WgmmaTiling<128, 256, 256, 1, 0, 2>;
+// Experts. Two blocks share a multiprocessor, so that one expands while the other waits, and their tiles leave room for
+// the L1 cache, through which all weights come.
+using ExpertTiling = WgmmaTiling<128, kWarpgroupExpertTile, 256, 1, 0, 1>;
 // Prompts for which large tiles make fewer blocks than there are multiprocessors.
 template <int kTileT> using SmallTiling = WgmmaTiling<64, kTileT, 256, 2, 1, 2>;
 
@@ -214,8 +218,10 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksAtOnce)
     const int64_t rows = place.end - place.begin;
     // The instruction's number of rows: a short tile takes a shorter one.
     constexpr int kAll = Tiling::kTileT, kShort = kAll == 64 ? 32 : 64;
+    constexpr bool kHas96 = kAll == kWarpgroupExpertTile, kHas128 = kAll > 128;
     if (rows <= kShort) multiplyTile<T, Tiling, kShort>(call, place, tiles);
-    else if (kAll > 128 && rows <= 128) multiplyTile<T, Tiling, 128>(call, place, tiles);
+    else if (kHas96 && rows <= 96) multiplyTile<T, Tiling, kHas96 ? 96 : kAll>(call, place, tiles);
+    else if (kHas128 && rows <= 128) multiplyTile<T, Tiling, kHas128 ? 128 : kAll>(call, place, tiles);
     else multiplyTile<T, Tiling, kAll>(call, place, tiles);
 #endif
 }

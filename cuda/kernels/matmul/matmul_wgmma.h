@@ -15,6 +15,10 @@ struct MatmulCall;
 // whole 16-byte words, or with SHARPI_CUDA_WGMMA=0.
 bool matmulByWarpgroups(Stream& stream, const MatmulCall& call, DType type);
 
+// The most pairs of an expert's tile for these kernels, and whether they are the ones that run on the device.
+constexpr int kWarpgroupExpertTile = 160;
+bool runsByWarpgroups(const DeviceInfo& device);
+
 // --- what matmulByWarpgroups alone calls ---
 
 // The same bits for up to 16 rows, where reading the weights takes the time (matmul_few_wgmma.cu). Returns false and

@@ -78,6 +78,19 @@ template <> struct WarpgroupProduct<64> {
     }
 };
 
+template <> struct WarpgroupProduct<96> {
+    static __device__ __forceinline__ void add(float (&sum)[48], uint64_t a, uint64_t b) {
+        asm volatile(
+            "{ .reg .pred yes; setp.ne.b32 yes, 1, 0; wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
+            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+            "}, %48, %49, yes, 1, 1, 0, 0; }"
+            : SHARPI_F32(sum, 0), SHARPI_F8(sum, 32), SHARPI_F8(sum, 40)
+            : "l"(a), "l"(b));
+    }
+};
+
 template <> struct WarpgroupProduct<128> {
     static __device__ __forceinline__ void add(float (&sum)[64], uint64_t a, uint64_t b) {
         asm volatile(
@@ -88,6 +101,21 @@ template <> struct WarpgroupProduct<128> {
             "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
             "}, %64, %65, yes, 1, 1, 0, 0; }"
             : SHARPI_F32(sum, 0), SHARPI_F32(sum, 32)
+            : "l"(a), "l"(b));
+    }
+};
+
+template <> struct WarpgroupProduct<160> {
+    static __device__ __forceinline__ void add(float (&sum)[80], uint64_t a, uint64_t b) {
+        asm volatile(
+            "{ .reg .pred yes; setp.ne.b32 yes, 1, 0; wgmma.mma_async.sync.aligned.m64n160k16.f32.bf16.bf16 {"
+            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+            "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+            "}, %80, %81, yes, 1, 1, 0, 0; }"
+            : SHARPI_F32(sum, 0), SHARPI_F32(sum, 32), SHARPI_F8(sum, 64), SHARPI_F8(sum, 72)
             : "l"(a), "l"(b));
     }
 };

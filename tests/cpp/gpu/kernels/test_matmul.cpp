@@ -345,11 +345,12 @@ TEST_P(Matmul, ReadsWhatThePreviousLaunchWrote) {
 
 // Pairs, grouped by expert: counts[e] of them go to expert e, each with a random row of x.
 struct Pairs {
-    Pairs(const std::vector<int32_t>& counts, int64_t tokens, std::mt19937& random) {
+    Pairs(const DeviceInfo& device, const std::vector<int32_t>& counts, int64_t tokens, std::mt19937& random) {
         std::vector<int32_t> tileExpert, tileBegin;
+        groups.tilePairs = expertTilePairs(device);
         for (size_t e = 0; e < counts.size(); ++e) {
             begin.push_back(begin.back() + counts[e]);
-            for (int32_t p = begin[e]; p < begin[e + 1]; p += kExpertTile)
+            for (int32_t p = begin[e]; p < begin[e + 1]; p += groups.tilePairs)
                 tileExpert.push_back(static_cast<int32_t>(e)), tileBegin.push_back(p);
         }
         for (int64_t p = 0; p < count(); ++p)
@@ -383,7 +384,7 @@ class MatmulExperts : public Matmul {
 protected:
     void check(DType type, const std::vector<int32_t>& counts, int64_t tokens, int64_t outputs, int64_t cols,
                bool gather, bool split) {
-        const Pairs pairs(counts, tokens, random());
+        const Pairs pairs(stream().device(), counts, tokens, random());
         std::vector<std::vector<float>> values;
         const auto w = stack(type, counts.size(), outputs, cols, values);
         const Activations x = activations(gather ? tokens : pairs.count(), cols, split);
@@ -413,7 +414,7 @@ protected:
                      std::vector<int32_t> order = {}) {
         const int64_t tokens = 50, outputs = 134, cols = type == DType::F32 ? 100 : 256;
         SCOPED_TRACE(describe(type, std::accumulate(counts.begin(), counts.end(), 0), outputs, cols));
-        const Pairs pairs(counts, tokens, random());
+        const Pairs pairs(stream().device(), counts, tokens, random());
         std::vector<std::vector<float>> values;
         const auto w = stack(type, counts.size(), outputs, cols, values);
         const std::vector<uint8_t> packed = w->read();
@@ -469,6 +470,7 @@ TEST_P(MatmulExperts, GatheredOrNotAndUnevenlyShared) {
     const std::vector<std::vector<int32_t>> shares = {
         {0, 0, 0, 300, 0, 0},                  // one expert has all
         {64, 128, 63, 65, 1, 127},             // on and beside the tiles' borders
+        {96, 97, 129, 160, 161, 95, 321},      // those of Hopper's
         {0, 3, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0},  // most have none, including the first and the last
         {1},
     };
@@ -514,7 +516,7 @@ TEST_P(MatmulExperts, AnIndexSaysWhichElementIsAnExperts) {
 }
 
 TEST_P(MatmulExperts, RefusesExpertsThatAStackHasNot) {
-    const Pairs pairs({1, 1, 1}, 1, random());
+    const Pairs pairs(stream().device(), {1, 1, 1}, 1, random());
     const DeviceArray<uint8_t> w(2 * packedBytes(DType::Q8_0, 32, 32));
     const Activations x = activations(1, 32, false);
     const DeviceArray<float> y(3 * 32);

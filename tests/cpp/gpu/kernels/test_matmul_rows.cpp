@@ -193,9 +193,7 @@ protected:
             std::vector<float>(before.begin() + cut.begin * kCols, before.begin() + cut.end * kCols));
         route(stream(), l.logits->get() + cut.begin * kExperts, rows, {kExperts, kUsed}, chosen.get(), weight->get());
         const ExpertGrouping at = expertGroupingOver(buffer.get(), rows, kUsed, kExperts);
-        groupExperts(stream(), chosen.get(), rows, kUsed, kExperts, at);
-        const ExpertGroups groups = {at.begin,     at.pairToken, at.tileExpert,
-                                     at.tileBegin, pairs,        maxExpertTiles(pairs, kExperts)};
+        const ExpertGroups groups = groupExperts(stream(), chosen.get(), rows, kUsed, kExperts, at);
         const HalfRows x = rowsFrom(l.x.rows(), cut.begin, kCols), hidden = {hi.get(), l.split ? lo.get() : nullptr};
         matmulExperts(stream(), l.of(*l.gate, l.gateType, kHidden, kCols), x, groups, true, gate->get());
         matmulExperts(stream(), l.of(*l.up, l.gateType, kHidden, kCols), x, groups, true, up->get());

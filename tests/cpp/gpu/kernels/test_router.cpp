@@ -304,8 +304,10 @@ TEST_F(Router, GroupsPairsStablyAndCutsTiles) {
         const auto chosen = randomChoice(c.rows, c.used, c.experts, c.skew);
         const DeviceArray<int32_t> deviceChosen(chosen);
         const DeviceArray<uint8_t> buffer(expertGroupingBytes(c.rows, c.used, c.experts));
-        groupExperts(stream(), deviceChosen.get(), c.rows, c.used, c.experts,
-                     expertGroupingOver(buffer.get(), c.rows, c.used, c.experts));
+        const ExpertGroups groups = groupExperts(stream(), deviceChosen.get(), c.rows, c.used, c.experts,
+                                                 expertGroupingOver(buffer.get(), c.rows, c.used, c.experts));
+        ASSERT_EQ(groups.tiles, tiles);
+        ASSERT_GE(groups.tilePairs, kSmallExpertTile);
 
         auto bytes = buffer.read();
         const ExpertGrouping at = expertGroupingOver(bytes.data(), c.rows, c.used, c.experts);
@@ -320,7 +322,7 @@ TEST_F(Router, GroupsPairsStablyAndCutsTiles) {
             pairAt[pairOf[i]] = static_cast<int32_t>(i);
         }
         for (int32_t e = 0; e < c.experts; ++e) {
-            for (int32_t first = begin[e]; first < begin[e + 1]; first += kExpertTile) {
+            for (int32_t first = begin[e]; first < begin[e + 1]; first += groups.tilePairs) {
                 tileExpert.push_back(e);
                 tileBegin.push_back(first);
             }
