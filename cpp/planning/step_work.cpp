@@ -23,11 +23,18 @@ constexpr int64_t kOfStreams = 8;
 // Of grouped outputs: the norm of queries of low rank and their product, joined segments, groups of heads, the product
 // by group, and its rows for the last one.
 constexpr int64_t kOfGroups = 6;
+// Of latents: queries' norm and product, the products of each head before and after, and the rotated latents; most of
+// them, and attention over latents, take longer than a plain kernel. Fitted to GLM-4.7-Flash and DeepSeek V2 Lite.
+constexpr int64_t kOfLatents = 9;
+// Mamba 2 as the only mixer, beyond attention: its step takes as much longer.
+constexpr int64_t kOfMamba = 2;
+// What a layer of one part lacks: the mixer, or the dense part.
+constexpr int64_t kOfMixer = 6, kOfDense = 4;
 // Of a compressor, and of the choice: each with its products.
 constexpr int64_t kOfCompressor = 2, kOfIndexer = 4;
 
 int64_t kernelsOf(const AttentionSpec& a) {
-    return (a.outputDown ? kOfGroups : 0) + (a.compressor ? kOfCompressor : 0) +
+    return (a.latent ? kOfLatents : 0) + (a.outputDown ? kOfGroups : 0) + (a.compressor ? kOfCompressor : 0) +
            (a.indexer ? kOfCompressor + kOfIndexer : 0);
 }
 
@@ -59,8 +66,10 @@ int64_t rowKernels(const ModelSpec& spec) {
     for (const LayerSpec& layer : spec.layers) {
         count += (layer.parallel ? kOfParallelParts : 0) + (layer.layerInput ? kOfLayerInput : 0) +
                  (spec.streams ? kOfStreams : 0) + (layer.attention ? kernelsOf(*layer.attention) : 0) +
-                 (layer.attention && layer.mamba ? kOfSecondMixer : 0) +
+                 (layer.mamba ? (layer.attention ? kOfSecondMixer : kOfMamba) : 0) +
                  (layer.experts && layer.experts->latentDown ? kOfLatentExperts : 0);
+        const bool hasMixer = layer.attention || layer.delta || layer.mamba, hasFfn = layer.dense || layer.experts;
+        count -= (hasMixer ? 0 : kOfMixer) + (hasFfn ? 0 : kOfDense);
     }
     return count;
 }

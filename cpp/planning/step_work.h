@@ -15,7 +15,8 @@ int64_t attentionProducts(const ModelSpec& spec, int64_t tokens);
 int64_t sharedExperts(const ModelSpec& spec);
 
 // Small kernels over the rows that a step has beyond those of plain layers, which have a norm before the mixer and one
-// before the feed-forward part. Norms after parts and scales of layers are done by the next norm's kernel.
+// before the feed-forward part; negative if layers of one part lack more of them. Norms after parts and scales of
+// layers are done by the next norm's kernel.
 int64_t rowKernels(const ModelSpec& spec);
 
 }  // namespace sharpi

@@ -250,7 +250,7 @@ def test_small_kernels_take_time_in_steps_and_in_prompts() -> None:
 def test_what_the_core_says_of_a_token(tmp_path: Path) -> None:
     """Of layers of all kinds; gemma4-e has ten layers, of which every fifth sees more than 16 tokens."""
     counts = {}
-    for name in ("gemma4", "gemma4-moe", "gemma4-e", "qwen3next", "llama4", "falcon-h1",
+    for name in ("gemma4", "gemma4-moe", "gemma4-e", "qwen3next", "llama4", "falcon-h1", "deepseek2",
                  "nemotron_h_moe-latents"):
         _, spec = describe(write_golden(name, tmp_path))
         counts[name] = (spec.row_kernels, spec.shared_experts)
@@ -261,7 +261,9 @@ def test_what_the_core_says_of_a_token(tmp_path: Path) -> None:
     assert counts["gemma4"] == (2, 0) and counts["gemma4-moe"] == (2 + 2 * 6, 6)
     assert counts["gemma4-e"] == (2 + 4 + 4 * 10, 0)
     assert counts["qwen3next"] == (0, 4) and counts["llama4"][0] == 0
-    assert counts["falcon-h1"] == (4 * 3, 0) and counts["nemotron_h_moe-latents"] == (3 * 2, 2)
+    assert counts["falcon-h1"] == (4 * 3, 0) and counts["deepseek2"] == (9 * 4, 3)
+    # Three layers of Mamba 2 and one of attention, each without a dense part, and two of experts without a mixer.
+    assert counts["nemotron_h_moe-latents"] == (3 * (2 - 4) - 4 + 2 * (3 - 6), 2)
 
 
 # --- drafted tokens -------------------------------------------------------------------------------------------------
