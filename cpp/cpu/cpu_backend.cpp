@@ -85,6 +85,10 @@ void CpuBackend::takeScratch(const StepLimits& limits) {
     profileLayers(_operations.expertWork().profiler(), limits);
 }
 
+void CpuBackend::startExperts(const ExpertUse& use) {
+    if (_source) _source->fill(warmExperts(use, _work.limits.expertLayers));
+}
+
 void CpuBackend::begin(const Batch& batch, const KvCache& kv) {
     if (_stream) _stream->finishUploads();
     _work.begin(batch, kv);

@@ -26,6 +26,7 @@ public:
     void unload() override;
     ExpertCounts expertCounts(bool forget) override;
     void takeScratch(const StepLimits& limits) override;
+    void startExperts(const ExpertUse& use) override;
 
     int64_t decodeRows() const override { return _work.limits.maxRows; }
     bool oneArithmetic() const override { return true; }

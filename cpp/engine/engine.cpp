@@ -151,7 +151,7 @@ void Engine::load() {
     const size_t before = allocator.held();
     _backend->takeScratch(limits);
     _scratchBytes = allocator.held() - before;
-    if (limits.expertSlots) _backend->startExperts(_options.expertUse);
+    _backend->startExperts(_options.expertUse);
     _trace.note("scratch");
     _runner.emplace(_spec, *_weights, *_backend, std::move(kv), limits);
     // Where weights are still to come, the first prompt need not wait for a pass of its own.

@@ -20,6 +20,37 @@ DeviceLayout ramSlotLayout() {
     return layout;
 }
 
+void RamExperts::fill(const LayerExperts& wanted) {
+    if (_slots.capacity() == 0 || wanted.empty()) return;
+    beginPass(1);
+    LayerExperts placed;
+    std::vector<Ticket> asked;
+    // Nothing that was placed in a pass leaves in it. So the slots are full once they refuse, of whichever size.
+    for (const auto& [layer, expert] : wanted) {
+        const auto slot = _slots.getOrLoad(layer, expert, true);
+        if (!slot || !slot->fill) continue;
+        Place place;
+        place.matrices = inFile(_slots.file(layer), expert);
+        toSlot(layer, expert, *slot, place);
+        placed.emplace_back(layer, expert);
+        asked.push_back(*place.first);
+    }
+    try {
+        for (const Ticket first : asked) {
+            for (Ticket i = 0; i < 3; ++i) _reader.await(first + i);
+        }
+    } catch (...) {
+        passFailed();
+        throw;
+    }
+    beginPass(1);
+    // The most wanted comes last, so it is the last to be evicted.
+    for (size_t i = placed.size(); i-- > 0;) {
+        const float falling = 1 - static_cast<float>(i) / static_cast<float>(placed.size());
+        _slots.addUses(placed[i].first, placed[i].second, kMostWantedUses * falling);
+    }
+}
+
 void RamExperts::beginPass(int64_t rows) {
     _rows = rows;
     releaseFetched();

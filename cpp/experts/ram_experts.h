@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "experts/expert_slots.h"
+#include "experts/expert_use.h"
 #include "memory/stream/file_reader.h"
 
 namespace sharpi {
@@ -28,6 +29,10 @@ public:
     // had and what was read to them; it may be null. All must outlive this object.
     RamExperts(ExpertSlotManager& slots, FileReader& reader, ExpertAccessProfiler* profiler)
         : _slots(slots), _reader(reader), _profiler(profiler) {}
+
+    // Between passes: reads these experts, the most wanted first, to free slots. Returns when they have come. Throws
+    // what FileReader::await() throws; the slots hold none of them then.
+    void fill(const LayerExperts& wanted);
 
     // rows: of all kinds.
     void beginPass(int64_t rows);

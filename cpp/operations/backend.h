@@ -97,8 +97,8 @@ public:
     HostTimes hostTimes() const { return _clock.times(); }
     // Takes all scratch. To be called once, after weights and KV cache are placed. Throws Error(OutOfMemory).
     virtual void takeScratch(const StepLimits& limits) = 0;
-    // How to use experts that are not resident, and which of them the slots hold first. Call it after takeScratch(); it
-    // returns once they are loaded.
+    // How to use experts that are not resident, and which of them slots in VRAM and in RAM hold first. Call it after
+    // takeScratch(); it returns once they are loaded.
     virtual void startExperts(const ExpertUse&) {}
 
     // The most decode rows of a batch.

@@ -48,6 +48,7 @@ void CudaBackend::readFrom(const std::vector<MappedFile>& files, size_t expertRa
 }
 
 void CudaBackend::startExperts(const ExpertUse& use) {
+    if (!_pass.limits.expertSlots) return;
     if (_level) _level->take(_cache->slots(), {_levelBytes, _pass.limits.headRows});
     // Without slots in RAM, the CPU reads experts where the file is mapped.
     _cache->start(use, *_transfers, _level && _level->capacity() > 0 ? _level.get() : nullptr);

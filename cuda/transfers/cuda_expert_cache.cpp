@@ -6,21 +6,9 @@
 
 namespace sharpi {
 
-// Experts that the plan names by their layer in the model. Names of experts that do not exist are left out.
-CudaExpertCache::Experts CudaExpertCache::wanted(const Experts& warm) const {
-    Experts wanted;
-    for (const auto& [layer, expert] : warm) {
-        for (int32_t i = 0; i < _limits.expertLayerCount(); ++i) {
-            const auto& [number, experts] = _limits.expertLayers[static_cast<size_t>(i)];
-            if (number == layer && expert >= 0 && expert < experts) wanted.emplace_back(i, expert);
-        }
-    }
-    return wanted;
-}
-
 // What is wanted, then the first expert of each layer, the second, ...
-CudaExpertCache::Experts CudaExpertCache::fillingOrder(const Experts& wanted) const {
-    Experts order;
+LayerExperts CudaExpertCache::fillingOrder(const LayerExperts& wanted) const {
+    LayerExperts order;
     std::set<std::pair<int32_t, int32_t>> known;
     const auto add = [&](int32_t layer, int32_t expert) {
         if (known.emplace(layer, expert).second) order.emplace_back(layer, expert);
@@ -59,16 +47,14 @@ void CudaExpertCache::start(const ExpertUse& use, const CudaTransfers& transfers
     };
     _misses = std::make_unique<ExpertMisses>(_slots, *_prefetcher, _profiler, use, _foresight, reachable, ram());
     if (_level) _slots.setReluctant();
-    fill(wanted(use.warm));
+    fill(warmExperts(use, _limits.expertLayers));
     if (_foresight == Prefetch::NextLayer)
         _ahead = std::make_unique<cuda::Stream>(_stream.device(), cuda::Stream::Role::Feed);
     _tableUploaded = false;
 }
 
-void CudaExpertCache::fill(const Experts& wanted) {
-    // What the most wanted expert counts for at first. It is not more: others may turn out to be used more.
-    constexpr float kMostWanted = 4;
-    const auto load = [this](Experts order) {
+void CudaExpertCache::fill(const LayerExperts& wanted) {
+    const auto load = [this](LayerExperts order) {
         _prefetcher->fill(std::move(order));
         while (_prefetcher->filling()) {
             _slots.beginPass();
@@ -77,7 +63,7 @@ void CudaExpertCache::fill(const Experts& wanted) {
         if (_loads) _loads->settle();
         _slots.beginPass();
     };
-    Experts order = fillingOrder(wanted);
+    LayerExperts order = fillingOrder(wanted);
     for (size_t first = 0; _level && first < order.size() && _slots.resident() < _slots.capacity();) {
         const size_t count = _level->readAhead(_slots, order, first);
         const auto begin = order.begin() + static_cast<std::ptrdiff_t>(first);
@@ -88,8 +74,15 @@ void CudaExpertCache::fill(const Experts& wanted) {
     // The most wanted expert comes last, so it is the last to be evicted.
     for (size_t i = wanted.size(); i-- > 0;) {
         const float falling = 1 - static_cast<float>(i) / static_cast<float>(wanted.size());
-        _slots.addUses(wanted[i].first, wanted[i].second, kMostWanted * falling);
+        _slots.addUses(wanted[i].first, wanted[i].second, kMostWantedUses * falling);
     }
+    if (!_level) return;
+    // RAM is to hold what VRAM does not.
+    LayerExperts outside;
+    for (const auto& [layer, expert] : wanted) {
+        if (_slots.tryGet(layer, expert) < 0) outside.emplace_back(layer, expert);
+    }
+    _level->experts().fill(outside);
 }
 
 // The slots' policy hears of a batch with prompt rows here: a prompt counts for as much as some of the tokens that will

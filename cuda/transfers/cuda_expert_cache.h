@@ -66,13 +66,11 @@ public:
     void settle();
 
 private:
-    using Experts = std::vector<std::pair<int32_t, int32_t>>;  // (layer of experts, expert)
     int32_t* rowOf(size_t table, int32_t expertLayer) const {
         return reinterpret_cast<int32_t*>(_memory + table) + static_cast<int64_t>(expertLayer) * _limits.experts;
     }
-    Experts wanted(const Experts& warm) const;
-    Experts fillingOrder(const Experts& wanted) const;
-    void fill(const Experts& wanted);
+    LayerExperts fillingOrder(const LayerExperts& wanted) const;
+    void fill(const LayerExperts& wanted);
     void listMissing(bool draft, WeightStream& stream, const DevicePlacer& placer);
     void uploadTables(bool step);
 

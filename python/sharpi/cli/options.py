@@ -326,8 +326,8 @@ def expert_stats_option(function: Callable[..., Any]) -> Callable[..., Any]:
 def warm_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--warm`."""
     return click.option("--warm", metavar="FILE",
-                        help="Start with the experts in VRAM that were used most according to FILE, which"
-                             " --expert-stats writes.")(function)
+                        help="Start with the experts in VRAM, and in slots in RAM, that were used most according to"
+                             " FILE, which --expert-stats writes.")(function)
 
 
 def rope_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -41,7 +41,7 @@ def engine_options(plan: Plan, warm: ExpertStats | None = None) -> _core.EngineO
         expert_slot_bytes=plan.expert_slots,
         expert_ram_bytes=plan.ram_slots,
         expert_rates=plan.expert_rates if on_gpu else (0.0, 0.0),
-        warm=warm.order() if warm and on_gpu else (),
+        warm=warm.order() if warm else (),
         tight=on_gpu and not plan.fits,
     )
 

@@ -133,6 +133,38 @@ TEST(RamExperts, APromptKeepsWhatThereIsRoomFor) {
     for (const int32_t expert : {4, 5}) world.expectRead(1, expert);
 }
 
+// As many as there are slots, the first ones. They stay longer than what a step chooses once.
+TEST(RamExperts, AreFilledWithTheMostWanted) {
+    DiskWorld world(Source(3).stacks);
+    world.take(7);
+    ASSERT_EQ(world.slots.capacity(), 7);
+    const LayerExperts wanted = {{2, 11}, {0, 3}, {1, 0}, {0, 5}, {2, 11}, {1, 7}, {2, 0}, {0, 9}, {1, 1}, {0, 1}};
+    world.ram->fill(wanted);
+    EXPECT_EQ(world.slots.resident(), 7);
+    world.ram->beginPass(1);
+    for (const auto& [layer, chosen] :
+         std::vector<std::pair<int32_t, std::vector<int32_t>>>{{0, {1, 3, 5, 9}}, {1, {0, 1, 7}}, {2, {0, 11}}}) {
+        ASSERT_TRUE(world.ram->find(layer, world.begins(layer, chosen), -1));
+        for (const int32_t expert : chosen) {
+            const bool isLast = expert == 1;  // of either layer
+            EXPECT_EQ(world.ram->present(expert), !isLast) << "layer " << layer << ", expert " << expert;
+            world.expectRead(layer, expert);
+        }
+    }
+    EXPECT_EQ(world.ram->counts().hits, 7u);
+    EXPECT_EQ(world.ram->counts().reads, 2u);
+    world.ram->beginPass(1);
+    EXPECT_GE(world.slots.tryGet(2, 11), 0);
+}
+
+TEST(RamExperts, AreNotFilledFromAFileThatWasCut) {
+    DiskWorld world(Source(1).stacks);
+    world.take(6);
+    ASSERT_EQ(::truncate(world.path().c_str(), 100), 0);
+    EXPECT_THROW(world.ram->fill({{0, 3}, {0, 8}}), Error);
+    EXPECT_EQ(world.slots.resident(), 0);
+}
+
 // The GPU fetches only what is in RAM, from there. The CPU gets the others, which are on their way.
 TEST(RamExperts, TheGpuIsOrderedToFetchOnlyWhatIsThere) {
     DiskWorld world(Source(2).stacks);

@@ -96,6 +96,22 @@ def test_no_answer_depends_on_the_slots(model: Path, tmp_path: Path) -> None:
             assert hits + fetched == stats.uses.sum() and min(hits, fetched) > 0
 
 
+def test_saved_statistics_fill_the_slots(model: Path, tmp_path: Path) -> None:
+    """With what was used most, before the first token."""
+    whole = needed(model)
+    ram = round((whole - planned(model, whole * 7 // 8).disk_bytes * 0.6) / (1 - 1 / 8 - is_recurrent(model) / 16))
+    with loaded(model, tmp_path, ram) as cold:
+        text = "".join(map(str, cold.generate(TOKENS[:5], max_tokens=40, temperature=0.7, seed=3)))
+        stats = ExpertStats.from_engine(cold.engine, cold.plan)
+    assert stats and 0 < stats.capacity < stats.uses.size
+    with Model.load(model, plan=tmp_path / f"{ram}.json", warm=stats) as warm:
+        filled = ExpertStats.from_engine(warm.engine, warm.plan)
+        assert filled and filled.resident == filled.capacity and not filled.uses.sum()
+        assert "".join(map(str, warm.generate(TOKENS[:5], max_tokens=40, temperature=0.7, seed=3))) == text
+        used = ExpertStats.from_engine(warm.engine, warm.plan)
+    assert used and used.hits.sum() > stats.hits.sum() and used.uses.sum() == stats.uses.sum()
+
+
 def test_a_model_that_fits_has_no_slots(model: Path) -> None:
     whole = needed(model)
     for ram, has in ((whole, False), (whole - 1, True)):

@@ -68,6 +68,22 @@ TEST_F(CudaDisk, WhatAPromptReadsStaysInRamWhileThereIsRoom) {
     EXPECT_EQ(engine->expertCounts().disk.bytes, first.disk.bytes) << "nothing more is read";
 }
 
+// VRAM takes the first of them, and RAM the next ones.
+TEST_F(CudaDisk, SavedStatisticsFillVramAndRam) {
+    const tiny::Model model(someExperts());
+    const Answers expected = answersOf(model);
+    EngineOptions o = onDisk(model, bytesOfAllExperts(model) / 4, bytesOfAllExperts(model));
+    for (int32_t expert = 15; expert >= 0; --expert)
+        for (int32_t layer = 2; layer >= 0; --layer) o.expertUse.warm.emplace_back(layer, expert);
+    const auto engine = load(model, o);
+    const ExpertCounts before = engine->expertCounts();
+    EXPECT_GT(before.resident, 0);
+    EXPECT_GT(before.disk.ramCapacity, 0);
+    EXPECT_LT(before.resident + before.disk.ramCapacity, 48);
+    EXPECT_EQ(before.disk.ramResident, before.disk.ramCapacity);
+    expectAnswers(engine, expected);
+}
+
 TEST_F(CudaDisk, ExpertsOfEveryModelMayBeOnTheDisk) {
     for (const tiny::Options& tiny : tiny::gpuVariants()) {
         const tiny::Model model(tiny);
