@@ -35,6 +35,7 @@ from sharpi.loading.request import (
 )
 from sharpi.machine.profile import HardwareProfile
 from sharpi.planning.expert_stats import ExpertStats
+from sharpi.planning.plan import size_words, slots_in_ram
 from sharpi.reply import Message, Reply
 from sharpi.scheduler import Answer, Scheduler, SubmitOptions
 from sharpi.session import Session
@@ -146,6 +147,8 @@ class Model(LoadedModel):
         made, spec, asked = plan_of(file, spec, given, {"rope": rope, "warm": warmth, "notice": tell})
         _log.info("%r from %s", made, file.paths[0])
         made.require()
+        if warmth is not None and (in_ram := slots_in_ram(made)):
+            tell(f"reading {size_words(in_ram)} of the most used experts to RAM")
         engine, made, notes = open_engine(file, spec, made, warmth, asked)
         counts = ExpertStats.from_engine(engine, made)
         for line in (*notes, *engine.notes, *_unheeded(file, counts, warmth, target)):

@@ -23,7 +23,7 @@ from sharpi.planning.prompt_modes import prompt_tile
 from sharpi.settings.choices import EXACT, FAST, KV_DTYPES, PROMPT_MODES
 
 __all__ = ["DEFAULT_SEQUENCES", "KV_DTYPES", "MOST_CACHE_TOKENS", "Plan", "SAVED_STATISTICS", "SMALLEST_CONTEXT",
-           "UNIFORM_ROUTING", "load_plan", "size_words", "vram_words"]
+           "UNIFORM_ROUTING", "load_plan", "size_words", "slots_in_ram", "vram_words"]
 
 # For a model with recurrent layers, windows or chunks: conversations, and what they need to roll back.
 DEFAULT_SEQUENCES = 4
@@ -253,7 +253,7 @@ class Plan:
             raise InvalidRequestError(f"device cuda: {self.gpu}")
         if on_gpu and not self.fits:
             raise OutOfMemoryError(self.shortage())
-        in_ram = self.ram_slots if on_gpu else self.expert_slots
+        in_ram = slots_in_ram(self)
         if in_ram > (free := free_ram_bytes()):
             raise OutOfMemoryError(f"the plan holds {size_words(in_ram)} of experts in RAM, and"
                                    f" {size_words(free)} are free: make a new plan")
@@ -285,6 +285,11 @@ class Plan:
 def vram_words(count: int) -> str:
     """A budget of at least `count` bytes, as `--vram` takes it."""
     return f"{-(-count // 2**20)}MiB"
+
+
+def slots_in_ram(plan: Plan) -> int:
+    """Bytes of RAM for single experts of a model that is larger."""
+    return plan.ram_slots if plan.device == "cuda" else plan.expert_slots
 
 
 def size_words(count: int) -> str:

@@ -104,7 +104,9 @@ def test_saved_statistics_fill_the_slots(model: Path, tmp_path: Path) -> None:
         text = "".join(map(str, cold.generate(TOKENS[:5], max_tokens=40, temperature=0.7, seed=3)))
         stats = ExpertStats.from_engine(cold.engine, cold.plan)
     assert stats and 0 < stats.capacity < stats.uses.size
-    with Model.load(model, plan=tmp_path / f"{ram}.json", warm=stats) as warm:
+    said: list[str] = []
+    with Model.load(model, plan=tmp_path / f"{ram}.json", warm=stats, notice=said.append) as warm:
+        assert said[0].startswith("reading ") and said[0].endswith("iB of the most used experts to RAM")
         filled = ExpertStats.from_engine(warm.engine, warm.plan)
         assert filled and filled.resident == filled.capacity and not filled.uses.sum()
         assert "".join(map(str, warm.generate(TOKENS[:5], max_tokens=40, temperature=0.7, seed=3))) == text
