@@ -156,6 +156,15 @@ void ExpertSlotManager::addUses(int32_t layer, int32_t expert, float rows) {
     poolOf(what).slots.policy().used(what.key, rows);
 }
 
+void ExpertSlotManager::addWanted(const LayerExperts& wanted) {
+    // What the first counts for. It is not more: others may turn out to be used more.
+    constexpr float kMost = 4;
+    for (size_t i = wanted.size(); i-- > 0;) {
+        const float falling = 1 - static_cast<float>(i) / static_cast<float>(wanted.size());
+        addUses(wanted[i].first, wanted[i].second, kMost * falling);
+    }
+}
+
 void ExpertSlotManager::release(int32_t layer, int32_t expert) {
     const std::lock_guard lock(_mutex);
     const ExpertKey what = keyOf(layer, expert);

@@ -22,6 +22,7 @@
 #include "experts/cache/slot_memory.h"
 #include "experts/expert_loads.h"
 #include "experts/expert_profiler.h"
+#include "experts/expert_use.h"
 
 namespace sharpi {
 
@@ -64,6 +65,8 @@ public:
     void used(int32_t layer, const int32_t* chosen, int32_t count);
     // `rows` rows of a batch that is no step chose this expert, or a saved statistic says so. At any time.
     void addUses(int32_t layer, int32_t expert, float rows);
+    // The same of these, the most wanted first, each for less than the one before: the first is the last to be evicted.
+    void addWanted(const LayerExperts& wanted);
 
     // The expert's slot is free, if it has one: nobody reads it any more, and nobody will miss it here.
     void release(int32_t layer, int32_t expert);

@@ -16,9 +16,6 @@ struct ExpertUse {
     std::vector<std::pair<int32_t, int32_t>> warm;
 };
 
-// What the most wanted expert counts for at first, in uses. It is not more: others may turn out to be used more.
-constexpr float kMostWantedUses = 4;
-
 // (layer of experts, expert)
 using LayerExperts = std::vector<std::pair<int32_t, int32_t>>;
 

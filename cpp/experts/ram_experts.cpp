@@ -25,7 +25,7 @@ void RamExperts::fill(const LayerExperts& wanted) {
     beginPass(1);
     LayerExperts placed;
     std::vector<Ticket> asked;
-    // Nothing that was placed in a pass leaves in it. So the slots are full once they refuse, of whichever size.
+    // What was placed in a pass stays for the pass, so slots of a size that are all taken refuse the others.
     for (const auto& [layer, expert] : wanted) {
         const auto slot = _slots.getOrLoad(layer, expert, true);
         if (!slot || !slot->fill) continue;
@@ -44,11 +44,7 @@ void RamExperts::fill(const LayerExperts& wanted) {
         throw;
     }
     beginPass(1);
-    // The most wanted comes last, so it is the last to be evicted.
-    for (size_t i = placed.size(); i-- > 0;) {
-        const float falling = 1 - static_cast<float>(i) / static_cast<float>(placed.size());
-        _slots.addUses(placed[i].first, placed[i].second, kMostWantedUses * falling);
-    }
+    _slots.addWanted(placed);
 }
 
 void RamExperts::beginPass(int64_t rows) {

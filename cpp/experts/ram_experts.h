@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "experts/expert_slots.h"
-#include "experts/expert_use.h"
 #include "memory/stream/file_reader.h"
 
 namespace sharpi {

@@ -71,11 +71,7 @@ void CudaExpertCache::fill(const LayerExperts& wanted) {
         first += count;
     }
     if (!_level) load(std::move(order));
-    // The most wanted expert comes last, so it is the last to be evicted.
-    for (size_t i = wanted.size(); i-- > 0;) {
-        const float falling = 1 - static_cast<float>(i) / static_cast<float>(wanted.size());
-        _slots.addUses(wanted[i].first, wanted[i].second, kMostWantedUses * falling);
-    }
+    _slots.addWanted(wanted);
     if (!_level) return;
     // RAM is to hold what VRAM does not.
     LayerExperts outside;

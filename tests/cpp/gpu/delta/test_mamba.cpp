@@ -465,7 +465,7 @@ TEST_F(MambaChunks, AreNearWithAnyDecays) {
         compare({6, 2, 16, 24, 4}, kTiledParts, whole, {0.0f, 1e-30f, 1.0f, 0.9999f, 1e-4f});
 }
 
-// A sequence alone has the bits that it has among so many that a block takes more columns of each head.
+// A sequence alone gets the same bits as among many. With many, a block takes more columns of each head.
 TEST_F(MambaChunks, BitsDoNotDependOnOtherSequences) {
     constexpr int64_t kRows = 70, kOthers = 16;
     for (const MambaShape& shape : {MambaShape{4, 2, 64, 128, 4}, MambaShape{2, 1, 64, 24, 4}}) {
