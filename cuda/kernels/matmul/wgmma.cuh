@@ -45,99 +45,56 @@ template <int kN> struct WarpgroupProduct;
         "+f"(c[i + 7])
 #define SHARPI_F32(c, i) SHARPI_F8(c, i), SHARPI_F8(c, i + 8), SHARPI_F8(c, i + 16), SHARPI_F8(c, i + 24)
 
-template <> struct WarpgroupProduct<16> {
-    static __device__ __forceinline__ void add(float (&sum)[8], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{ .reg .pred yes; setp.ne.b32 yes, 1, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, yes, 1, 1, 0, 0; }"
-            : SHARPI_F8(sum, 0)
-            : "l"(a), "l"(b));
-    }
-};
+// The names of the first registers of an instruction.
+#define SHARPI_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define SHARPI_NAMES_32 \
+    SHARPI_NAMES_16     \
+    ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define SHARPI_NAMES_64 \
+    SHARPI_NAMES_32     \
+    ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SHARPI_NAMES_96 \
+    SHARPI_NAMES_64     \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define SHARPI_NAMES_128 \
+    SHARPI_NAMES_96      \
+    ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define SHARPI_NAMES_160 \
+    SHARPI_NAMES_128     \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define SHARPI_NAMES_256                                                                           \
+    SHARPI_NAMES_160                                                                               \
+    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+    ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-template <> struct WarpgroupProduct<32> {
-    static __device__ __forceinline__ void add(float (&sum)[16], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{ .reg .pred yes; setp.ne.b32 yes, 1, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-            "}, %16, %17, yes, 1, 1, 0, 0; }"
-            : SHARPI_F8(sum, 0), SHARPI_F8(sum, 8)
-            : "l"(a), "l"(b));
-    }
-};
+// first, second: the numbers of the descriptors, behind those of the sums.
+#define SHARPI_PRODUCT(n, first, second, ...)                                                                      \
+    template <> struct WarpgroupProduct<n> {                                                                       \
+        static __device__ __forceinline__ void add(float (&sum)[n / 2], uint64_t a, uint64_t b) {                  \
+            asm volatile("{ .reg .pred yes; setp.ne.b32 yes, 1, 0; wgmma.mma_async.sync.aligned.m64n" #n           \
+                         "k16.f32.bf16.bf16 {" SHARPI_NAMES_##n "}, %" #first ", %" #second ", yes, 1, 1, 0, 0; }" \
+                         : __VA_ARGS__                                                                             \
+                         : "l"(a), "l"(b));                                                                        \
+        }                                                                                                          \
+    };
 
-template <> struct WarpgroupProduct<64> {
-    static __device__ __forceinline__ void add(float (&sum)[32], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{ .reg .pred yes; setp.ne.b32 yes, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-            "}, %32, %33, yes, 1, 1, 0, 0; }"
-            : SHARPI_F32(sum, 0)
-            : "l"(a), "l"(b));
-    }
-};
+SHARPI_PRODUCT(16, 8, 9, SHARPI_F8(sum, 0))
+SHARPI_PRODUCT(32, 16, 17, SHARPI_F8(sum, 0), SHARPI_F8(sum, 8))
+SHARPI_PRODUCT(64, 32, 33, SHARPI_F32(sum, 0))
+SHARPI_PRODUCT(96, 48, 49, SHARPI_F32(sum, 0), SHARPI_F8(sum, 32), SHARPI_F8(sum, 40))
+SHARPI_PRODUCT(128, 64, 65, SHARPI_F32(sum, 0), SHARPI_F32(sum, 32))
+SHARPI_PRODUCT(160, 80, 81, SHARPI_F32(sum, 0), SHARPI_F32(sum, 32), SHARPI_F8(sum, 64), SHARPI_F8(sum, 72))
+SHARPI_PRODUCT(256, 128, 129, SHARPI_F32(sum, 0), SHARPI_F32(sum, 32), SHARPI_F32(sum, 64), SHARPI_F32(sum, 96))
 
-template <> struct WarpgroupProduct<96> {
-    static __device__ __forceinline__ void add(float (&sum)[48], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{ .reg .pred yes; setp.ne.b32 yes, 1, 0; wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-            "}, %48, %49, yes, 1, 1, 0, 0; }"
-            : SHARPI_F32(sum, 0), SHARPI_F8(sum, 32), SHARPI_F8(sum, 40)
-            : "l"(a), "l"(b));
-    }
-};
-
-template <> struct WarpgroupProduct<128> {
-    static __device__ __forceinline__ void add(float (&sum)[64], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{ .reg .pred yes; setp.ne.b32 yes, 1, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-            "}, %64, %65, yes, 1, 1, 0, 0; }"
-            : SHARPI_F32(sum, 0), SHARPI_F32(sum, 32)
-            : "l"(a), "l"(b));
-    }
-};
-
-template <> struct WarpgroupProduct<160> {
-    static __device__ __forceinline__ void add(float (&sum)[80], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{ .reg .pred yes; setp.ne.b32 yes, 1, 0; wgmma.mma_async.sync.aligned.m64n160k16.f32.bf16.bf16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-            "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-            "}, %80, %81, yes, 1, 1, 0, 0; }"
-            : SHARPI_F32(sum, 0), SHARPI_F32(sum, 32), SHARPI_F8(sum, 64), SHARPI_F8(sum, 72)
-            : "l"(a), "l"(b));
-    }
-};
-
-template <> struct WarpgroupProduct<256> {
-    static __device__ __forceinline__ void add(float (&sum)[128], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{ .reg .pred yes; setp.ne.b32 yes, 1, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-            "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-            "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-            "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-            "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-            "}, %128, %129, yes, 1, 1, 0, 0; }"
-            : SHARPI_F32(sum, 0), SHARPI_F32(sum, 32), SHARPI_F32(sum, 64), SHARPI_F32(sum, 96)
-            : "l"(a), "l"(b));
-    }
-};
-
+#undef SHARPI_PRODUCT
+#undef SHARPI_NAMES_16
+#undef SHARPI_NAMES_32
+#undef SHARPI_NAMES_64
+#undef SHARPI_NAMES_96
+#undef SHARPI_NAMES_128
+#undef SHARPI_NAMES_160
+#undef SHARPI_NAMES_256
 #undef SHARPI_F32
 #undef SHARPI_F8
 
