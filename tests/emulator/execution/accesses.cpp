@@ -1,140 +1,12 @@
-// Loads, stores, atomics and copies. Every address is checked before it is used: generic and global ones against what
-// the device may reach, shared and local ones against the block's and the thread's own memory.
+// Loads, stores and atomics.
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
 
-#include "execution/block.h"
-#include "execution/lanes.h"
-#include "execution/operations.h"
+#include "execution/addresses.h"
 
 namespace sharpi::emulator {
 
 namespace {
-
-struct Addresses {
-    alignas(64) uintptr_t of[kLanes];
-};
-
-std::string hexadecimal(uint64_t value) {
-    char text[32];
-    std::snprintf(text, sizeof(text), "0x%llx", static_cast<unsigned long long>(value));
-    return text;
-}
-
-// The range that `address` is in as a generic address.
-Range rangeOf(const Warp& warp, int lane, uintptr_t address) {
-    const Block& block = *warp.block;
-    const auto shared = reinterpret_cast<uintptr_t>(block.shared());
-    if (address - shared < block.sharedBytes()) return {shared, block.sharedBytes(), false};
-    const size_t localBytes = block.kernel().localBytes;
-    const auto local = reinterpret_cast<uintptr_t>(warp.local) + lane * localBytes;
-    if (localBytes && address - local < localBytes) return {local, localBytes, false};
-    return DeviceMemory::instance().find(address);
-}
-
-void checkLane(Warp& warp, const Instruction& in, int lane, uintptr_t address, size_t bytes, bool writes) {
-    const Range range = rangeOf(warp, lane, address);
-    const size_t offset = address - range.begin;
-    if (!range.bytes)
-        fault(warp, in, 1u << lane,
-              std::string(writes ? "a write" : "a read") + " of " + std::to_string(bytes) + " bytes at " +
-                  hexadecimal(address) + ", where nothing is");
-    if (offset + bytes > range.bytes)
-        fault(warp, in, 1u << lane,
-              std::string(writes ? "a write" : "a read") + " of " + std::to_string(bytes) + " bytes, " +
-                  std::to_string(range.bytes - offset) + " before the end of an allocation of " +
-                  std::to_string(range.bytes));
-    if (writes && range.readOnly) fault(warp, in, 1u << lane, "a write to memory that may only be read");
-    // Each lane's local memory is its own, so such a range serves no other.
-    const auto local = reinterpret_cast<uintptr_t>(warp.local);
-    if (address - local >= warp.block->kernel().localBytes * kLanes && !range.readOnly)
-        warp.block->launch().lastRanges[in.index] = range;
-}
-
-void checkAlignment(Warp& warp, const Instruction& in, const Addresses& addresses, size_t bytes) {
-    forLanes(warp.exec, [&](int l) {
-        if (addresses.of[l] & (bytes - 1))
-            fault(warp, in, 1u << l,
-                  "an access of " + std::to_string(bytes) + " bytes at " + hexadecimal(addresses.of[l]) +
-                      ", which is not aligned");
-    });
-}
-
-// What o[0] and the immediate are as addresses in a space, as the host's.
-template <Space kSpace>
-void findAddresses(Warp& warp, const Instruction& in, size_t bytes, bool writes, Addresses& out) {
-    const uint32_t exec = warp.exec;
-    if constexpr (kSpace == Space::Generic || kSpace == Space::Global) {
-        const auto* base = warp.at<const uint64_t>(in.o[0]);
-        const uint64_t added = static_cast<uint64_t>(in.immediate);
-        for (int l = 0; l < kLanes; ++l) out.of[l] = base[l] + added;
-        const Range range = warp.block->launch().lastRanges[in.index];
-        const int64_t limit = static_cast<int64_t>(range.bytes) - static_cast<int64_t>(bytes);
-        uint32_t outside = 0, crooked = 0;
-        if (limit >= 0) {
-            // Differences are far from 2^63, as addresses are.
-            int64_t wrong = 0;
-            uint64_t low = 0;
-            for (int l = 0; l < kLanes; ++l) {
-                const int64_t offset = static_cast<int64_t>(out.of[l] - range.begin);
-                const int64_t counts = exec >> l & 1 ? -1 : 0;
-                wrong |= (offset | (limit - offset)) & counts;
-                low |= out.of[l] & static_cast<uint64_t>(counts);
-            }
-            outside = wrong < 0;
-            crooked = (low & (bytes - 1)) != 0;
-        } else {
-            outside = crooked = 1;
-        }
-        if (crooked) checkAlignment(warp, in, out, bytes);
-        if (outside) forLanes(exec, [&](int l) { checkLane(warp, in, l, out.of[l], bytes, writes); });
-    } else {
-        int64_t offsets[kLanes];
-        if (in.wide) {
-            const auto* base = warp.at<const uint64_t>(in.o[0]);
-            for (int l = 0; l < kLanes; ++l)
-                offsets[l] = static_cast<int64_t>(base[l] + static_cast<uint64_t>(in.immediate));
-        } else {
-            const auto* base = warp.at<const uint32_t>(in.o[0]);
-            for (int l = 0; l < kLanes; ++l)
-                offsets[l] = static_cast<int64_t>(base[l] + static_cast<uint32_t>(in.immediate));
-        }
-        const Block& block = *warp.block;
-        const int64_t size = static_cast<int64_t>(kSpace == Space::Shared  ? block.sharedBytes()
-                                                  : kSpace == Space::Local ? block.kernel().localBytes
-                                                                           : block.launch().parameters.size());
-        const int64_t limit = size - static_cast<int64_t>(bytes);
-        int64_t wrong = 0, low = 0;
-        for (int l = 0; l < kLanes; ++l) {
-            const int64_t counts = exec >> l & 1 ? -1 : 0;
-            wrong |= (offsets[l] | (limit - offsets[l])) & counts;
-            low |= offsets[l] & counts;
-        }
-        if (wrong < 0)
-            forLanes(exec, [&](int l) {
-                if (offsets[l] < 0 || offsets[l] > limit)
-                    fault(warp, in, 1u << l,
-                          std::string(writes ? "a write" : "a read") + " of " + std::to_string(bytes) + " bytes at " +
-                              std::to_string(offsets[l]) + " of " + std::to_string(size) + " bytes of " +
-                              (kSpace == Space::Shared  ? "shared memory"
-                               : kSpace == Space::Local ? "local memory"
-                                                        : "parameters"));
-            });
-        if (low & static_cast<int64_t>(bytes - 1))
-            forLanes(exec, [&](int l) {
-                if (offsets[l] & static_cast<int64_t>(bytes - 1))
-                    fault(warp, in, 1u << l,
-                          "an access of " + std::to_string(bytes) + " bytes at " + std::to_string(offsets[l]) +
-                              " of shared or local memory, which is not aligned");
-            });
-        const auto start = reinterpret_cast<uintptr_t>(kSpace == Space::Shared  ? block.shared()
-                                                       : kSpace == Space::Local ? warp.local
-                                                                                : block.launch().parameters.data());
-        const size_t ofLane = kSpace == Space::Local ? block.kernel().localBytes : 0;
-        for (int l = 0; l < kLanes; ++l) out.of[l] = start + l * ofLane + static_cast<uint64_t>(offsets[l]);
-    }
-}
 
 // From an address that is known: all lanes get the same.
 template <typename T, typename R> void loadParameter(Warp& warp, const Instruction& in) {
@@ -321,52 +193,6 @@ Handler addressHandler(Space space, bool toGeneric) {
     if (space == Space::Local)
         return toGeneric ? convertAddress<Space::Local, true> : convertAddress<Space::Local, false>;
     return nullptr;
-}
-
-// --- copies to shared memory ----------------------------------------------------------------------------------------
-
-// A copy may write at any time between its start and the wait for it. So its destination is filled with nonsense at the
-// start, and with the copied bytes only at the wait: code that reads them too early, or that still needs what was there
-// before, reads nonsense.
-void copyAsyncHandler(Warp& warp, const Instruction& in) {
-    const int bytes = in.count;
-    Copies copy;
-    copy.lanes = warp.exec;
-    copy.bytes = bytes;
-    copy.group = warp.copyGroups;
-    Instruction to = in, from = in;
-    to.immediate = in.extra;
-    Addresses toAt, fromAt;
-    findAddresses<Space::Shared>(warp, to, bytes, true, toAt);
-    from.o[0] = in.o[1];
-    const auto* used = in.o[2] == kNone ? nullptr : warp.at<const uint32_t>(in.o[2]);
-    // Lanes that copy nothing may have any address.
-    const uint32_t exec = warp.exec;
-    if (used)
-        for (int l = 0; l < kLanes; ++l)
-            if (used[l] == 0) warp.exec &= ~(1u << l);
-    findAddresses<Space::Global>(warp, from, bytes, false, fromAt);
-    warp.exec = exec;
-    forLanes(exec, [&](int l) {
-        copy.to[l] = reinterpret_cast<uint8_t*>(toAt.of[l]);
-        copy.from[l] = reinterpret_cast<const uint8_t*>(fromAt.of[l]);
-        copy.used[l] = used ? used[l] : bytes;
-        if (copy.used[l] > static_cast<uint32_t>(bytes)) fault(warp, in, 1u << l, "a copy of more bytes than it has");
-        std::memset(copy.to[l], 0xff, bytes);
-    });
-    warp.copies.push_back(copy);
-}
-
-void closeCopiesHandler(Warp& warp, const Instruction& in) {
-    if (warp.exec != (warp.lanes & ~warp.exited))
-        fault(warp, in, warp.exec, "a group of copies that only some lanes close");
-    ++warp.copyGroups;
-}
-
-void waitForCopiesHandler(Warp& warp, const Instruction& in) {
-    if (warp.exec != (warp.lanes & ~warp.exited)) fault(warp, in, warp.exec, "copies that only some lanes wait for");
-    if (in.immediate < 0) ++warp.copyGroups;  // those that no group was made of, too
-    warp.finishCopies(static_cast<int>(std::max<int64_t>(in.immediate, 0)));
 }
 
 // --- matrices -------------------------------------------------------------------------------------------------------

@@ -7,12 +7,17 @@
 #include <deque>
 #include <thread>
 
+#include "execution/lanes.h"
+
 namespace sharpi::emulator {
 
 namespace {
 
 constexpr size_t kSharedAlignment = 1024;
 constexpr int64_t kTurn = 200000;  // instructions of a warp before another one has its turn
+// Turns of each warp in which nothing but tests of mbarriers happens, until it counts as a deadlock. A warp may test an
+// mbarrier and then do something else, but not that often.
+constexpr int kRoundsOfTests = 1000;
 constexpr uint8_t kUnsetByte = 0xff;
 
 }  // namespace
@@ -48,6 +53,8 @@ void Warp::start(Block& owner, int which, uint32_t present) {
     local = _localMemory.data();
     state = State::Ready;
     paused = false;
+    failedTest = {};
+    arrived = false;
     pc = 0;
     lanes = active = present;
     exited = ~present;
@@ -86,7 +93,7 @@ void Warp::start(Block& owner, int which, uint32_t present) {
 }
 
 void Warp::run(int64_t budget) {
-    while (state == State::Ready && budget-- > 0 && !paused) {
+    while (state == State::Ready && budget-- > 0 && !paused && !failedTest.instruction) {
         const Instruction& in = code[pc++];
         exec = active;
         if (in.guard != kNone && !in.control) {
@@ -122,13 +129,25 @@ void Warp::finishCopies(int pending) {
             ++kept;
             continue;
         }
-        for (uint32_t left = copy.lanes; left; left &= left - 1) {
-            const int l = __builtin_ctz(left);
-            if (copy.used[l]) std::memcpy(copy.to[l], copy.from[l], copy.used[l]);
-            std::memset(copy.to[l] + copy.used[l], 0, copy.bytes - copy.used[l]);
-        }
+        finish(copy, copy.lanes);
     }
     copies.resize(kept);
+}
+
+void Warp::finishCopiesOf(uint32_t those) {
+    for (Copies& copy : copies) {
+        finish(copy, copy.lanes & those);
+        copy.lanes &= ~those;
+    }
+    const auto isDone = [](const Copies& copy) { return copy.lanes == 0; };
+    copies.erase(std::remove_if(copies.begin(), copies.end(), isDone), copies.end());
+}
+
+void Warp::finish(const Copies& copy, uint32_t those) {
+    forLanes(those, [&](int l) {
+        if (copy.used[l]) std::memcpy(copy.to[l], copy.from[l], copy.used[l]);
+        std::memset(copy.to[l] + copy.used[l], 0, copy.bytes - copy.used[l]);
+    });
 }
 
 // --- blocks ---------------------------------------------------------------------------------------------------------
@@ -146,6 +165,8 @@ void Block::start(int64_t block) {
               static_cast<unsigned>(block / grid.x / grid.y)};
     std::memset(_sharedData, kUnsetByte, _sharedBytes);
     for (Barrier& barrier : _barriers) barrier = {};
+    bulkCopies.clear();
+    _roundsOfTests = 0;
     const int64_t threads = _launch->block.count();
     for (size_t w = 0; w < _warps.size(); ++w) {
         const int64_t present = std::min<int64_t>(kLanes, threads - static_cast<int64_t>(w) * kLanes);
@@ -159,18 +180,19 @@ std::string Block::name() const {
 
 bool Block::run() {
     for (;;) {
-        bool ran = false, isPaused = false, done = true;
+        bool ran = false, isPaused = false, moved = false, done = true;
         for (Warp& warp : _warps) {
             if (warp.state == Warp::State::Ready) {
-                warp.paused = false;
-                warp.run(kTurn);
+                giveTurn(warp);
                 ran = true;
                 isPaused = isPaused || warp.paused;
+                moved = moved || !warp.failedTest.instruction || warp.arrived;
             }
             done = done && warp.state == Warp::State::Done;
         }
         if (done) return true;
         releaseWithoutExited();
+        if (ran) noticeDeadlock(moved);
         if (!ran) {
             const bool stuck =
                 std::none_of(_warps.begin(), _warps.end(), [](const Warp& w) { return w.state == Warp::State::Ready; });
@@ -182,6 +204,24 @@ bool Block::run() {
             }
         }
         if (isPaused) return false;
+    }
+}
+
+void Block::giveTurn(Warp& warp) {
+    warp.paused = false;
+    warp.failedTest = {};
+    warp.arrived = false;
+    warp.run(kTurn);
+}
+
+void Block::noticeDeadlock(bool moved) {
+    _roundsOfTests = moved ? 0 : _roundsOfTests + 1;
+    if (_roundsOfTests < kRoundsOfTests) return;
+    for (const Warp& warp : _warps) {
+        const FailedTest& test = warp.failedTest;
+        if (warp.state == Warp::State::Ready && test.instruction)
+            fault(warp, *test.instruction, 1u << test.lane,
+                  "waits at an mbarrier whose phase never ends, at " + std::to_string(test.at) + " of shared memory");
     }
 }
 

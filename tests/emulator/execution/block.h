@@ -29,6 +29,17 @@ struct Launch {
     void run();
 };
 
+// A copy to shared memory that was started (cp.async.bulk) and not yet carried out.
+struct BulkCopy {
+    uint8_t* to;
+    const uint8_t* from;
+    size_t bytes;
+    uintptr_t mbarrier;  // that it completes on
+    const Warp* warp;    // that started it
+    const Instruction* instruction;
+    int lane;
+};
+
 class Block {
 public:
     explicit Block(Launch& launch);
@@ -45,11 +56,16 @@ public:
     // A warp has come to a barrier of `threads` threads (0: all).
     void arrive(Warp& warp, int barrier, int threads);
 
+    std::vector<BulkCopy> bulkCopies;
+
 private:
     struct Barrier {
         int expected = 0;
         std::vector<Warp*> here;
     };
+    void giveTurn(Warp& warp);
+    // After each warp had a turn, and whether one of them did more than to test mbarriers.
+    void noticeDeadlock(bool moved);
     void release(Barrier& barrier);
     void releaseWithoutExited();
 
@@ -57,6 +73,7 @@ private:
     Size3 _place;
     std::vector<Warp> _warps;
     std::array<Barrier, 16> _barriers;
+    int _roundsOfTests = 0;  // one after the other, in which no warp did more
     std::vector<uint8_t> _sharedMemory;
     uint8_t* _sharedData = nullptr;
     size_t _sharedBytes = 0;

@@ -33,6 +33,13 @@ void copyAsyncHandler(Warp& warp, const Instruction& in);  // o: to, from, bytes
 void closeCopiesHandler(Warp& warp, const Instruction& in);
 void waitForCopiesHandler(Warp& warp,
                           const Instruction& in);  // immediate: how many groups may remain; -1: all and open ones
+// Of an mbarrier in shared memory. o: address, result (or none), operand: a count, a parity, or bytes to expect.
+void initMbarrierHandler(Warp& warp, const Instruction& in);
+void arriveHandler(Warp& warp, const Instruction& in);
+void arriveAfterCopiesHandler(Warp& warp, const Instruction& in);
+void testMbarrierHandler(Warp& warp, const Instruction& in);
+// o: to, from, bytes, mbarrier, what is added to the mbarrier's address.
+void copyBulkHandler(Warp& warp, const Instruction& in);
 void loadMatricesHandler(Warp& warp, const Instruction& in);  // o[0]: address; list: results; negated: transposed
 void packHandler16(Warp& warp, const Instruction& in);        // o[0] = {list}
 void packHandler32(Warp& warp, const Instruction& in);

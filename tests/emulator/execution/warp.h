@@ -28,12 +28,19 @@ struct Copies {
     int group;
 };
 
+// The test of an mbarrier that ended a warp's turn.
+struct FailedTest {
+    const Instruction* instruction = nullptr;
+    int lane = 0;
+    size_t at = 0;  // in shared memory
+};
+
 class Warp {
 public:
     enum class State { Ready, AtBarrier, Done };
 
     void start(Block& block, int number, uint32_t lanes);
-    // Until a barrier, the end, a pause or `budget` instructions.
+    // Until a barrier, the end, a pause, a failed test of an mbarrier or `budget` instructions.
     void run(int64_t budget);
 
     template <typename T> T* at(Operand operand) const {
@@ -57,6 +64,10 @@ public:
     std::vector<Copies> copies;
     int copyGroups = 0;  // that were closed
 
+    // At an mbarrier, in this turn.
+    FailedTest failedTest;
+    bool arrived = false;  // or completed copies
+
     // At a barrier.
     int barrier = 0;
     const Instruction* barrierInstruction = nullptr;
@@ -64,8 +75,11 @@ public:
     // The lanes on this way are done with it: goes on with others.
     void resume();
     void finishCopies(int pending);
+    // All that these lanes have started.
+    void finishCopiesOf(uint32_t those);
 
 private:
+    static void finish(const Copies& copy, uint32_t those);
     std::vector<uint8_t> _registers, _localMemory;
 };
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 
 #include "execution/operations.h"
@@ -32,16 +33,34 @@ public:
     }
 
 private:
+    // Inline assembly may have labels in braces, each time the same.
+    struct Labels {
+        int outer;  // the scope around this one
+        std::map<std::string, int> at;
+    };
+    struct Branch {
+        int at, scope;
+        std::string label;
+    };
+
     void readBody(std::string_view body) {
         Statements statements(body);
         for (;;) {
             const Statements::Kind kind = statements.next(_statement);
             switch (kind) {
             case Statements::Kind::End: return;
-            case Statements::Kind::Open: _scopes.emplace_back(); break;
-            case Statements::Kind::Close: _scopes.pop_back(); break;
+            case Statements::Kind::Open:
+                _scopes.emplace_back();
+                _labels.push_back({_labelScope, {}});
+                _labelScope = static_cast<int>(_labels.size()) - 1;
+                break;
+            case Statements::Kind::Close:
+                _scopes.pop_back();
+                _labelScope = _labels[_labelScope].outer;
+                break;
             case Statements::Kind::Label:
-                _labels[std::string(_statement)] = static_cast<int>(kernel().code.size());
+                if (!_labels[_labelScope].at.try_emplace(std::string(_statement), kernel().code.size()).second)
+                    refuse("a label of two places");
                 break;
             case Statements::Kind::File: break;
             case Statements::Kind::Location: {
@@ -113,6 +132,7 @@ private:
         else if (kind == "mma") translateProduct();
         else if (kind == "ldmatrix") translateMatrices();
         else if (kind == "cp") translateCopy();
+        else if (kind == "mbarrier") translateMbarrier();
         else if ((kind == "bar" || kind == "barrier") && _name != "bar.warp.sync" && _parts[1] != "cluster")
             translateBarrier();
         else if (kind == "membar" || kind == "fence" || kind == "prefetch" || kind == "griddepcontrol")
@@ -125,14 +145,17 @@ private:
     void translateBranch() {
         current().run = current().guard == kNone ? jumpHandler : branchHandler;
         current().control = true;
-        _branches.emplace_back(current().index, std::string(_operands.at(0)));
+        _branches.push_back({current().index, _labelScope, std::string(_operands.at(0))});
     }
     void settleBranches() {
-        for (const auto& [at, label] : _branches) {
-            const auto found = _labels.find(label);
-            if (found == _labels.end()) throw Fault(kernel().name + ": there is no label " + label);
-            kernel().code[at].immediate = found->second;
+        for (const Branch& branch : _branches) kernel().code[branch.at].immediate = targetOf(branch);
+    }
+    int targetOf(const Branch& branch) {
+        for (int scope = branch.scope; scope >= 0; scope = _labels[scope].outer) {
+            const auto found = _labels[scope].at.find(branch.label);
+            if (found != _labels[scope].at.end()) return found->second;
         }
+        throw Fault(kernel().name + ": there is no label " + branch.label);
     }
 
     void translateOperation(std::string_view name) {
@@ -299,6 +322,12 @@ private:
         } else if (_name == "cp.async.wait_group") {
             in.run = waitForCopiesHandler;
             in.immediate = std::atoi(std::string(_operands.at(0)).c_str());
+        } else if (nameWithShared() == "cp.async.mbarrier.arrive.noinc.shared.b64") {
+            in.o[0] = address(_operands.at(0), in.immediate, in.wide);
+            in.run = arriveAfterCopiesHandler;
+        } else if (_name == "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes" ||
+                   _name == "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes") {
+            translateBulkCopy();
         } else if (startsWith(_name, "cp.async.bulk.prefetch")) {
             in.run = nothingHandler;
         } else if (startsWith(_name, "cp.async.ca.shared.global") || startsWith(_name, "cp.async.cg.shared.global")) {
@@ -316,6 +345,53 @@ private:
         }
     }
 
+    void translateBulkCopy() {
+        Instruction& in = current();
+        if (_operands.size() != 4) refuse("an instruction that is not emulated");
+        int64_t toAdded = 0, barrierAdded = 0;
+        bool wideTo = false, wideFrom = false, wideBarrier = false;
+        in.o[0] = address(_operands[0], toAdded, wideTo);
+        in.extra = static_cast<int32_t>(toAdded);
+        in.o[1] = address(_operands[1], in.immediate, wideFrom);
+        in.o[2] = source(_operands[2], 4);
+        in.o[3] = address(_operands[3], barrierAdded, wideBarrier);
+        in.o[4] = constant(static_cast<uint64_t>(barrierAdded), 8);
+        in.wide = wideTo;
+        if (!wideFrom) refuse("an address of 32 bits");
+        if (wideTo != wideBarrier) refuse("addresses of 32 and of 64 bits in shared memory");
+        in.run = copyBulkHandler;
+    }
+
+    // Shared memory has two names.
+    std::string nameWithShared() const {
+        std::string name(_name);
+        const size_t at = name.find(".shared::cta.");
+        return at == std::string::npos ? name : name.erase(at + std::strlen(".shared"), std::strlen("::cta"));
+    }
+
+    void translateMbarrier() {
+        const std::string name = nameWithShared();
+        Instruction& in = current();
+        size_t count = 2;
+        if (name == "mbarrier.init.shared.b64") {
+            in.run = initMbarrierHandler;
+        } else if (name == "mbarrier.arrive.shared.b64") {
+            in.run = arriveHandler;
+        } else if (name == "mbarrier.arrive.expect_tx.shared.b64") {
+            in.run = arriveHandler;
+            count = 3;
+        } else if (name == "mbarrier.test_wait.parity.shared.b64" || name == "mbarrier.try_wait.parity.shared.b64") {
+            in.run = testMbarrierHandler;
+            count = 3;
+        }
+        if (!in.run || _operands.size() != count) refuse("an instruction that is not emulated");
+        const bool inits = in.run == initMbarrierHandler, tests = in.run == testMbarrierHandler;
+        in.o[0] = address(_operands[inits ? 0 : 1], in.immediate, in.wide);
+        if (!inits) in.o[1] = result(_operands[0], tests ? 4 : 8);
+        if (tests && in.o[1] == kNone) refuse("a test without a result");
+        if (inits || count == 3) in.o[2] = source(_operands.back(), 4);
+    }
+
     void translateBarrier() {
         Instruction& in = current();
         in.run = barrierHandler;
@@ -331,8 +407,9 @@ private:
         if (reduces) in.o[2] = source(_operands.at(next), 4);
     }
 
-    std::map<std::string, int> _labels;
-    std::vector<std::pair<int, std::string>> _branches;
+    std::vector<Labels> _labels = {{-1, {}}};  // of all scopes
+    int _labelScope = 0;
+    std::vector<Branch> _branches;
     std::string _narrowed;
     std::string_view _name;
     std::vector<std::string_view> _parts, _operands;
