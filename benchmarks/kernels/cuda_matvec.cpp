@@ -52,6 +52,7 @@ public:
         MatvecInput in;
         in.floats = take<float>(static_cast<size_t>(rows * cols));
         in.quantized = quantizedRowsOver(take<uint8_t>(quantizedRowsBytes(rows, cols)), rows, cols);
+        in.quantized.wide.written = in.quantized.wide.codes != nullptr;  // as the engine's come
         return in;
     }
     RowOutputs output(int64_t rows, int64_t cols) {

@@ -21,11 +21,11 @@ size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 }  // namespace
 
-// The blocks of the bundles of WideColumns: those of whole kWideRows.
+// The blocks of all bundles of WideColumns.
 static size_t wideBlocks(int64_t rows, int64_t cols) {
-    if (rows <= kNarrowRows) return 0;
-    const int64_t whole = (std::min<int64_t>(rows, kMostWideRows) + kWideRows - 1) / kWideRows;
-    return static_cast<size_t>(whole * (kWideRows / WideColumns::kBundle) * (cols / kContractBlock));
+    if (rows < kMmaFromRows) return 0;
+    const int64_t bundles = (std::min<int64_t>(rows, kMostWideRows) + WideColumns::kBundle - 1) / WideColumns::kBundle;
+    return static_cast<size_t>(bundles * (cols / kContractBlock));
 }
 
 static size_t wideBytes(int64_t rows, int64_t cols) {
@@ -48,7 +48,7 @@ QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols) {
     at += aligned(blocks * sizeof(float));
     over.sums = reinterpret_cast<int32_t*>(at);
     at += aligned(blocks * sizeof(int32_t));
-    if (rows > kNarrowRows) {
+    if (rows >= kMmaFromRows) {
         over.wide.codes = at;
         over.wide.ends = reinterpret_cast<float*>(at + wideBlocks(rows, cols) * WideColumns::kCodeBytes);
     }

@@ -76,12 +76,12 @@ static void launchDense(Stream& stream, DType type, Products& p) {
 
 // Whether launchDense makes one launch, whose inputs are all there when those of the launch before it are.
 static bool canBeTogether(const Stream& stream, DType type, const QuantizedRows& x, int rows) {
-    if (usesMma(stream, type, rows)) return rows <= kNarrowRows || x.wide.written;
+    if (usesMma(stream, type, rows)) return x.wide.written || !x.wide.codes;
     return !isFloatType(type) && rows <= kPlainMatvecRows;
 }
 
 bool readsColumns(const Stream& stream, DType type, int64_t rows) {
-    return rows > kNarrowRows && rows <= kMaxMatvecRows && hasMma(stream, type) && !isRareType(type);
+    return rows >= kMmaFromRows && rows <= kMaxMatvecRows && hasMma(stream, type) && !isRareType(type);
 }
 
 void matvec(Stream& stream, const MatvecInput& x, int rows, const std::vector<MatvecOutput>& outputs) {

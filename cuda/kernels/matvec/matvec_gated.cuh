@@ -6,6 +6,7 @@
 #pragma once
 
 #include "kernels/matvec/matvec_kernel.cuh"
+#include "kernels/matvec/mma/stream_room.h"
 #include "kernels/rows/device_rows.cuh"
 
 namespace sharpi::cuda {
@@ -20,7 +21,8 @@ struct GatedProduct {
     MatvecInput x;
     int32_t rows = 0;    // rows of activations
     int32_t groups = 1;  // tensor cores: runs of 32 rows for each block
-    int32_t ahead = 0;   // units that a warp (floats) or each row of a wide tile prefetches
+    StreamRoom room;     // and how it divides shared memory
+    int32_t ahead = 0;   // units that a warp prefetches (floats)
     RowOutputs out;
     GatedJoin join;
     // Experts: pair p = blockIdx.y reads row p / used of x and writes row p. A pair with chosen[p] < 0 is skipped.

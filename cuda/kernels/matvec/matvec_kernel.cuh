@@ -551,8 +551,6 @@ constexpr int kPlainMatvecRows = 8;
 
 // Whether int8 tensor cores can multiply weights of this type.
 inline bool hasMma(const Stream& stream, DType type) { return !isFloatType(type) && stream.device().codeVersion >= 80; }
-// The fewest rows that they multiply.
-constexpr int kMmaFromRows = 5;
 inline bool usesMma(const Stream& stream, DType type, int rows) { return rows >= kMmaFromRows && hasMma(stream, type); }
 
 // Calls f(Variant{}) for `rows` rows of activations, which take `bytes` of shared memory. Rare types have no kernels

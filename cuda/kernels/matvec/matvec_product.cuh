@@ -7,6 +7,7 @@
 #pragma once
 
 #include "kernels/matvec/matvec_kernel.cuh"
+#include "kernels/matvec/mma/stream_room.h"
 
 namespace sharpi::cuda {
 
@@ -29,7 +30,8 @@ struct Products {
     int32_t rows = 0;  // rows of activations
     int32_t cols = 0;
     int32_t groups = 1;  // pairs of rows for each warp
-    int32_t ahead = 0;   // units that a warp (floats) or each row of a wide tile prefetches
+    int32_t ahead = 0;   // units that a warp prefetches (floats)
+    StreamRoom room;     // tensor cores
     bool add = false;
     Together order = Together::Alone;
     // Experts: pair p = blockIdx.y reads row p (rowPerPair) or p / used of x and writes row p of y. A pair with

@@ -8,20 +8,17 @@
 
 namespace sharpi::cuda {
 
-// Products of at most this many rows read QuantizedRows as they are.
-constexpr int kNarrowRows = 16;
-// Products of more rows take up to kMostWideRows at once, and kWideRows in a block.
-constexpr int kMostWideRows = 512, kWideRows = 64;
-constexpr int kWideColumns = 32;  // of a bundle, and of a warp
+// The fewest rows whose products are made on the int8 tensor cores, and the most of a launch.
+constexpr int kMmaFromRows = 5, kMostWideRows = 512;
 
-// Quantized rows as products of more than kNarrowRows rows read them: what a tile copies at once lies side by side. 32
-// rows ("columns") make a *bundle*. For each block of a bundle there are:
+// Quantized rows as products on the int8 tensor cores read them: what a tile copies at once lies side by side. 32 rows
+// ("columns") make a *bundle*. For each block of a bundle there are:
 // - codes: the first halves of all columns' blocks, 16 bytes each, then the second halves;
 // - ends, kFields for each column: their scales; then these times the blocks' sums; then times the sums of the first
 //   halves; of the second.
-// Products have whole kWideRows of columns. Those past the last row may hold anything: what becomes of them is dropped.
+// There are whole bundles. Columns past the last row may hold anything: what becomes of them is dropped.
 struct WideColumns {
-    static constexpr int kBundle = kWideColumns, kFields = 4, kCodeBytes = kBundle * 32, kEndFloats = kBundle * kFields;
+    static constexpr int kBundle = 32, kFields = 4, kCodeBytes = kBundle * 32, kEndFloats = kBundle * kFields;
     uint8_t* codes = nullptr;  // null: there is no room for them
     float* ends = nullptr;
     int32_t first = 0;  // the column of the first row
@@ -35,7 +32,7 @@ struct QuantizedRows {
     float* scale = nullptr;  // [rows][B]
     // [rows][B]: the sum of the first 16 elements in the low half and of the last 16 in the high half (int16 each)
     int32_t* sums = nullptr;
-    // Room for kMostWideRows rows, or for all; none if there are no more than kNarrowRows.
+    // Room for kMostWideRows rows, or for all; none if there are fewer than kMmaFromRows.
     WideColumns wide = {};
 };
 

@@ -81,7 +81,7 @@ def test_a_prompt_waits_for_steps_and_shares_the_bus(described: Any) -> None:
         alone = 2048 / plan.prefill.tokens_per_second
         found = expected(described, plan, 8, 4096)
         beside = (found.first_token_seconds - found.step_seconds) / alone
-        assert 1 < beside <= most and (plan is whole or beside == pytest.approx(2.0))
+        assert 1 < beside <= most * (1 + 1e-9) and (plan is whole or beside == pytest.approx(2.0))
         assert found.last_first_token_seconds == pytest.approx(8 * alone)
 
 

@@ -1,4 +1,4 @@
-// The gated products of matvec_gated.cuh on the int8 tensor cores (mma_tile.cuh, wide_tile.cuh), for several rows of
+// The gated products of matvec_gated.cuh on the int8 tensor cores (stream_tile.cuh, mma_tile.cuh), for several rows of
 // activations.
 //
 // A block has p.groups runs of 32 rows of gate and of up. Of each two groups of a tile, the first has gate's rows and
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(128) uint8_t staged[];
     constexpr DType kType = Tile::kType;
-    constexpr int kItemRows = kMmaRows * Tile::kPairs;
+    constexpr int kItemRows = Tile::kGroupRows * Tile::kPairs;
     constexpr int kItemsOfBlock = kContractBlock / kItemRows;  // quantized outputs have whole blocks
     static_assert(kItemsOfBlock * kItemRows == kContractBlock);
     __shared__ MmaGatedValues<Tile> values;
@@ -32,11 +32,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
     const int items = (min(kContractBlock * p.groups, p.hidden - firstRow) + kItemRows - 1) / kItemRows;
     const auto place = [&](int item, int group) {
         return MmaRows<kType>{Steps<kType>::base(group % 2 == 0 ? p.gate : p.up, p.shape),
-                              firstRow + item * kItemRows + group / 2 * kMmaRows, p.hidden - 1};
+                              firstRow + item * kItemRows + group / 2 * Tile::kGroupRows, p.hidden - 1};
     };
-    Tile tile(staged, p.cols, items);
+    Tile tile(staged, p.cols, items, p.room);
     tile.start(place);
-    if (firstColumn == 0) fetchRowsAhead<Tile>(place, items, p.cols, p.ahead);
     waitForPrevious();
 
     tile.run(
@@ -44,7 +43,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
         [&](int item, int round) {
             const GatedTerms terms(p.join, 0, p.hidden);
             tile.forPairs(round, [&](int pair, int row, int column, float gate, float up) {
-                const int r = firstRow + item * kItemRows + pair * kMmaRows + row, t = firstColumn + column;
+                const int r = firstRow + item * kItemRows + pair * Tile::kGroupRows + row, t = firstColumn + column;
                 if (r >= p.hidden || t >= p.rows) return;
                 const float y = gatedValue(p.join.activation, terms.gate(gate, r), terms.up(up, r));
                 values[column][r % kContractBlock] = y;
@@ -73,14 +72,14 @@ template <DType D> void launchMmaGated(Stream& stream, GatedProduct p) {
                        const int64_t columnTiles = (p.rows + Tile::kColumns - 1) / Tile::kColumns,
                                      atOnce = int64_t{stream.device().multiprocessors} * Tile::kMinBlocks;
                        // Runs of 32 rows have this many items.
-                       constexpr int kItems = kContractBlock / (kMmaRows * Tile::kPairs);
-                       constexpr bool kMany = Tile::kResident || Tile::kIsWide;
+                       constexpr int kItems = kContractBlock / (Tile::kGroupRows * Tile::kPairs);
+                       constexpr bool kMany = Tile::kResident;
                        p.groups = kMany ? mmaItems(count, mmaMostItems(Tile::kResident) / kItems,
                                                    mmaStart(Tile::kResident) / kItems, columnTiles, atOnce)
                                         : 1;
                        const int64_t blocks = count(p.groups);
-                       if (Tile::kIsWide) p.ahead = mmaAhead(D, std::min(blocks, atOnce), kMmaRows * Tile::kGroups);
-                       if (Tile::kIsWide) arrangeColumns(stream, p.x.quantized, p.rows, p.cols);
+                       if (Tile::kIsStream) arrangeColumns(stream, p.x.quantized, p.rows, p.cols);
+                       p.room = shape.room;
                        launchMma<Tile>(stream, mmaGatedKernel<Tile>, blocks * columnTiles, p);
                    });
 }

@@ -19,7 +19,8 @@ __device__ __forceinline__ void loadFragments(uint32_t (&out)[4], uint32_t at) {
 __device__ __forceinline__ void multiplyBlock(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
     int out[4];
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, "
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, "
         "%10, %10};"
         : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(kIntegerBiasBits));
@@ -30,9 +31,9 @@ __device__ __forceinline__ void multiplyBlock(float (&sum)[4], const uint32_t (&
 __device__ __forceinline__ void multiplyHalf(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t b) {
 #if __CUDA_ARCH__ >= 800
     int out[4];
-    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
-        : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-        : "r"(a0), "r"(a1), "r"(b), "r"(kIntegerBiasBits));
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(a0), "r"(a1), "r"(b), "r"(kIntegerBiasBits));
 #pragma unroll
     for (int c = 0; c < 4; ++c) sum[c] = __int_as_float(out[c]);
 #endif

@@ -2,7 +2,8 @@
 // mma_tile.cuh for what the words mean.
 #pragma once
 
-#include "kernels/matvec/mma/weight_ring.cuh"
+#include "kernels/matvec/mma/shared_codes.cuh"
+#include "kernels/matvec/mma/stream_room.h"
 
 namespace sharpi::cuda {
 
@@ -80,12 +81,9 @@ template <DType D> struct MmaNumbers {
 // --- the layout -----------------------------------------------------------------------------------------------------
 
 // How a thread block of MmaTile shares out its work and its shared memory. kTiles: tiles of 8 columns. The more there
-// are, the fewer accumulators a warp can have for each value. isResident: all activations stay in shared memory. ahead:
-// the steps of weights in a warp's ring, or 0 if weights come through registers.
-template <DType D, int kTiles, bool isResident, int ahead> struct MmaLayout {
+// are, the fewer accumulators a warp can have for each value. isResident: all activations stay in shared memory.
+template <DType D, int kTiles, bool isResident> struct MmaLayout {
     using Numbers = MmaNumbers<D>;
-    static constexpr int kAhead = ahead;
-    static constexpr bool kHasRing = ahead > 0;
     static constexpr int kBlocks = kTiles == 1 ? 8 : 4;
     static constexpr int kSlices = kContractAccumulators / kBlocks;
     // Block j of a slice is number blockAt(j) of the 32 of a step. With four tiles, the sums of 32 accumulators take
@@ -96,14 +94,14 @@ template <DType D, int kTiles, bool isResident, int ahead> struct MmaLayout {
     // Groups of a block, and of a warp. A warp that has both groups reads the activations once for both, but needs
     // registers for the accumulators of both, and there are half as many warps to hide what loads take.
     static constexpr int kGroups = 2, kPairs = kGroups / 2;
-    static constexpr int kOwn = kTiles == 4 || (kTiles == 2 && isResident) ? 2 : 1;
+    static constexpr int kOwn = kTiles == 4 ? 2 : 1;
     static constexpr bool kResident = isResident;
     static constexpr int kWarps = kSlices * kGroups / kOwn;
     static constexpr int kThreads = 32 * kWarps;
     static constexpr int kMinBlocks = kTiles == 1 ? 2 : 1;  // of a multiprocessor
     static constexpr int kColumns = kMmaColumns * kTiles;
     // The sums of an item are joined in rounds, to save shared memory. A lane has four values of a tile.
-    static constexpr int kRoundValues = kTiles == 1 ? (kHasRing ? 2 : 4) : 8;
+    static constexpr int kRoundValues = kTiles == 1 ? 4 : 8;
     static constexpr int kRounds = kTiles * 4 / kRoundValues;
     static_assert(kRounds * kRoundValues == kTiles * 4);
 
@@ -114,16 +112,10 @@ template <DType D, int kTiles, bool isResident, int ahead> struct MmaLayout {
     static constexpr int kRowBytes = kBlocks * 32;
     // Numbers of block j: those of all rows. The gap keeps the lanes that write in different banks.
     static constexpr int kNumberBytes = (kMmaRows * Numbers::kFields + 4) * 4;
-    static constexpr int kCodeBytes = kHasRing ? 0 : kMmaRows * kRowBytes;
+    static constexpr int kCodeBytes = kMmaRows * kRowBytes;
     static constexpr int kStagedBytes = kCodeBytes + kBlocks * kNumberBytes;
     static constexpr int kSumBytes = kRoundValues * kNeighbours * 32 * 4;  // what a warp has added up in a round
     static constexpr int kWarpBytes = ((kStagedBytes > kSumBytes ? kStagedBytes : kSumBytes) + 127) / 128 * 128;
-    using Ring = WeightRing<D, kBlocks, kOwn>;
-    static constexpr int ringBytes() {
-        if constexpr (kHasRing) return (ahead * Ring::kBytes + 127) / 128 * 128;
-        else return 0;
-    }
-    static constexpr int kRingBytes = ringBytes();  // of a warp
     static constexpr int kTileBytes = kMmaColumns * kRowBytes;
     static constexpr int kEndBytes = kMmaColumns * Numbers::kColumnFields * 4;  // of a block of 8 columns
     static constexpr int kStageBytes = kTiles * (kTileBytes + kBlocks * kEndBytes);
@@ -139,13 +131,13 @@ template <DType D, int kTiles, bool isResident, int ahead> struct MmaLayout {
     static_assert(kStageBytes % 128 == 0);
 
     // A copy takes longer than a step. Four tiles leave room for three stages.
-    static constexpr int kStages = kHasRing ? ahead + 1 : kTiles == 4 ? 3 : 4;
+    static constexpr int kStages = kTiles == 4 ? 3 : 4;
 
     static __host__ __device__ constexpr int stages(int cols) {
         return kResident ? (cols / kContractBlock + kContractAccumulators - 1) / kContractAccumulators : kStages;
     }
     static constexpr int64_t sharedBytes(int cols) {
-        return kGroups * kSlices * kWarpBytes + kWarps * kRingBytes + int64_t{kSlices} * kStageBytes * stages(cols);
+        return kGroups * kSlices * kWarpBytes + int64_t{kSlices} * kStageBytes * stages(cols);
     }
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }

@@ -1,4 +1,4 @@
-// The products of matvec_product.cuh on the int8 tensor cores (mma_tile.cuh, wide_tile.cuh), for several rows of
+// The products of matvec_product.cuh on the int8 tensor cores (stream_tile.cuh, mma_tile.cuh), for several rows of
 // activations.
 //
 // A block has the weight rows of a tile, and its columns; more columns are further blocks, neighbours in the grid, so
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(128) uint8_t staged[];
     constexpr DType kType = Tile::kType;
-    constexpr int kRows = kMmaRows * Tile::kGroups;
+    constexpr int kRows = Tile::kGroupRows * Tile::kGroups;
     beginTogether(p.order);
     const int columnTiles = (p.rows + Tile::kColumns - 1) / Tile::kColumns;
     const int rowBlock = static_cast<int>(blockIdx.x) / columnTiles;
@@ -29,11 +29,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
     const int firstRow = block * kRows * p.groups;
     const int items = min(p.groups, (w.rows - block * kRows * p.groups + kRows - 1) / kRows);
     const auto base = Steps<kType>::base(w.data, w.shape);
-    const auto rowOf = [&](int item, int group) { return firstRow + item * kRows + group * kMmaRows; };
+    const auto rowOf = [&](int item, int group) { return firstRow + item * kRows + group * Tile::kGroupRows; };
     const auto place = [&](int item, int group) { return MmaRows<kType>{base, rowOf(item, group), w.rows - 1}; };
-    Tile tile(staged, p.cols, items);
+    Tile tile(staged, p.cols, items, p.room);
     tile.start(place);
-    if (firstColumn == 0) fetchRowsAhead<Tile>(place, items, p.cols, p.ahead);
     awaitTogether(p.order);
 
     tile.run(
@@ -60,7 +59,7 @@ template <DType D> void launchMmaProducts(Stream& stream, Products& p) {
     };
     withMmaTile<D>(stream, {p.rows, p.cols, p.x.quantized.wide.codes != nullptr}, 0, count, [&](auto shape) {
         using Tile = typename decltype(shape)::Tile;
-        constexpr int kRows = kMmaRows * Tile::kGroups;
+        constexpr int kRows = Tile::kGroupRows * Tile::kGroups;
         const int64_t columnTiles = (p.rows + Tile::kColumns - 1) / Tile::kColumns;
         const int64_t atOnce = int64_t{stream.device().multiprocessors} * Tile::kMinBlocks;
         p.groups = mmaItems([&](int64_t items) { return count(kRows * items); }, mmaMostItems(Tile::kResident),
@@ -70,8 +69,8 @@ template <DType D> void launchMmaProducts(Stream& stream, Products& p) {
             blocks += (p.product[i].rows + kRows * p.groups - 1) / (kRows * p.groups);
             p.product[i].endBlock = static_cast<int32_t>(blocks);
         }
-        if (Tile::kIsWide) p.ahead = mmaAhead(D, std::min(blocks, atOnce), kRows);
-        if (Tile::kIsWide) arrangeColumns(stream, p.x.quantized, p.rows, p.cols);
+        if (Tile::kIsStream) arrangeColumns(stream, p.x.quantized, p.rows, p.cols);
+        p.room = shape.room;
         launchMma<Tile>(stream, mmaProductKernel<Tile>, blocks * columnTiles, p);
     });
 }

@@ -12,9 +12,7 @@
 // each adds up the rest of some values, all by the contract's tree. A warp has kOwn groups. The warps of one slice form
 // a *team*, because they read the same blocks of the activations:
 //
-// - Weights: a warp copies the blocks of its rows to a ring in its own shared memory, a step or more ahead
-//   (weight_ring.cuh). A lane reads codes there as fragments, and writes the blocks' float scales beside them. Without
-//   a ring, a lane loads a few blocks as Format<D> defines, one step ahead, in registers. It unpacks them and writes
+// - Weights: a lane loads a few blocks as Format<D> defines, one step ahead, in registers. It unpacks them and writes
 //   signed bytes and float scales to the warp's own shared memory, which ldmatrix reads as fragments.
 // - Activations: a team copies the blocks of all columns to its stages in shared memory. The layout of QuantizedRows is
 //   already what ldmatrix needs. If the stages of all steps fit (a *resident* tile), the team copies everything once,
@@ -35,14 +33,10 @@
 
 namespace sharpi::cuda {
 
-// A resident tile's items all have the columns of the first. ahead: the steps of the ring; 0 means none.
-template <DType D, int kTiles, bool isResident = false, int ahead = 0>
-class MmaTile : MmaLayout<D, kTiles, isResident, ahead> {
-    using Layout = MmaLayout<D, kTiles, isResident, ahead>;
-    using Layout::kAhead;
-    using Layout::kRingBytes;
+// A resident tile's items all have the columns of the first.
+template <DType D, int kTiles, bool isResident = false> class MmaTile : MmaLayout<D, kTiles, isResident> {
+    using Layout = MmaLayout<D, kTiles, isResident>;
     using Layout::kRoundValues;
-    using typename Layout::Ring;
     using F = Format<D>;
     using Raw = typename F::Raw;
     using Layout::block;
@@ -76,7 +70,9 @@ class MmaTile : MmaLayout<D, kTiles, isResident, ahead> {
 
 public:
     static constexpr DType kType = D;
-    static constexpr bool kIsWide = false;
+    // For kernels and launches that take any tile.
+    static constexpr bool kIsStream = false;
+    static constexpr int kGroupRows = kMmaRows;
     using Numbers = MmaNumbers<D>;
     using Weights = Steps<D>;
     using Layout::kBlocks;
@@ -95,7 +91,7 @@ public:
     using Layout::warp;
 
     // shared: sharedBytes(cols), aligned to 128 bytes.
-    __device__ __forceinline__ MmaTile(uint8_t* shared, int cols, int items)
+    __device__ __forceinline__ MmaTile(uint8_t* shared, int cols, int items, const StreamRoom& = {})
         : _units(cols / kContractBlock), _items(items), _shared(sharedAddress(shared)) {
         const int begin = blockAt(slice(), 0);
         _steps = (_units - begin + kContractAccumulators - 1) / kContractAccumulators;
@@ -103,10 +99,7 @@ public:
         const int l = lane(), m = member();
         _staged = _shared + (group() * kSlices + slice()) * kWarpBytes;
         _unpacked = _staged + chunkOffset(rowOfPair(0), 0, block());
-        _copies = RingCopies<Ring, kAhead>(_shared + kGroups * kSlices * kWarpBytes + warp() * kRingBytes, _units,
-                                           begin, group(), items, _steps);
-        const uint32_t columns =
-            _shared + kGroups * kSlices * kWarpBytes + kWarps * kRingBytes + slice() * stages(cols) * kStageBytes;
+        const uint32_t columns = _shared + kGroups * kSlices * kWarpBytes + slice() * stages(cols) * kStageBytes;
         _copied = columns + chunkOffset(m / (2 * kBlocks), m / kBlocks % 2, m % kBlocks);
         _copiedEnd = columns + endOffset(m / kBlocks, m % kBlocks);
         // B's four matrices: both halves of a block, of two blocks or of two tiles.
@@ -124,11 +117,7 @@ public:
     template <typename Place> __device__ __forceinline__ void start(const Place& place) {
         if (_items <= 0 || _steps == 0) return;
         findRows(place, 0);
-        if constexpr (kAhead > 0) {
-            _copies.start(place);
-        } else {
-            fetch(place);
-        }
+        fetch(place);
     }
 
     // rowOf(item, column) is the row of x that is a column of an item; every column needs a valid one, whether it is
@@ -146,15 +135,9 @@ public:
         int stage = 0;  // bytes
         for (int item = 0; item < _items; ++item) {
             float acc[kOwn][kTiles][kBlocks][4] = {};
-            if (kAhead > 0 && item > 0) findRows(place, item);
             for (int step = 0; step < _steps; ++step) {
-                if constexpr (kAhead > 0) {
-                    awaitStep(item, step);
-                    writeNumbers(step);
-                } else {
-                    unpack(step);
-                    fetch(place);
-                }
+                unpack(step);
+                fetch(place);
                 if constexpr (kResident) {
                     if (item == 0) finishColumns(stage, step);
                     else __syncwarp();  // the unpacked weights are written
@@ -165,7 +148,6 @@ public:
                 }
                 multiply(stage, acc);
                 __syncwarp();  // before the staged weights are overwritten
-                if constexpr (kAhead > 0) _copies.next(place);
                 stage = kResident ? stage + kStageBytes : nextStage(stage);
             }
             if (kResident) stage = 0;
@@ -277,43 +259,6 @@ private:
         }
     }
 
-    // --- weights in the ring
-
-    // Waits for the copies of a step: its weights, and the thread's part of its columns. Those of the first kAhead
-    // steps' weights are the first groups. Behind them come two groups of a resident tile's columns, or kAhead steps of
-    // columns one by one. From then on, each step closes one group of columns, unless they are resident, and one of
-    // weights.
-    __device__ __forceinline__ void awaitStep(int item, int step) const {
-        const int past = item * _steps + step;
-        if constexpr (kResident) {
-            if (past < 2) waitForCopies<1>();
-            else waitForCopies<kAhead - 1>();
-        } else {
-            static_assert(kAhead == 0 || kAhead == kStages - 1);
-            if (past < kAhead) waitForCopies<kAhead - 1>();
-            else waitForCopies<2 * kAhead - 2>();
-        }
-        __syncwarp();
-    }
-    // Writes the factors of the blocks in the slot to shared memory. Those past the row's end get 0, which adds
-    // nothing.
-    __device__ __forceinline__ void writeNumbers(int step) {
-        const int at = blockAt(slice(), block()), first = step * kContractAccumulators + blockAt(slice(), 0);
-#pragma unroll
-        for (int own = 0; own < kOwn; ++own) {
-            const uint32_t to =
-                _staged + own * kGroupBytes + block() * kNumberBytes + rowOfPair(0) * Numbers::kFields * 4;
-#pragma unroll
-            for (int i = 0; i < kUnits; ++i) {
-                const auto planes =
-                    Ring::at(_copies.slot(), own * kMmaRows + rowOfPair(i), block(), _first[own][i] + first);
-                BlockFactors factors = blockFactors<D>(floatScales<D>(loadScales<D>(planes, at % 8), at % 8));
-                if (first >= _units) factors = {};
-                Numbers::write(to + i * (32 / kBlocks) * Numbers::kFields * 4, factors);
-            }
-        }
-    }
-
     // --- activations
 
     template <typename RowOf> __device__ __forceinline__ void findColumns(int item, const RowOf& rowOf) {
@@ -355,10 +300,8 @@ private:
     }
     // Waits for the team's copies. In a resident tile, those of the first step are a group, and all others another one.
     __device__ __forceinline__ void finishColumns(int stage, int step) const {
-        if (kAhead == 0) {  // else awaitStep() has waited
-            if (kResident && step > 0) waitForCopies<0>();
-            else waitForCopies<kResident ? 1 : kStages - 2>();
-        }
+        if (kResident && step > 0) waitForCopies<0>();
+        else waitForCopies<kResident ? 1 : kStages - 2>();
         scaleSums(stage);
         meet<kTeam>(1 + slice());
     }
@@ -432,18 +375,11 @@ private:
         for (int own = 0; own < kOwn; ++own)
 #pragma unroll
             for (int k = 0; k < kPairBlocks; ++k) {
-                if constexpr (kAhead == 0) loadFragments(w[own].a[k], (codesAt ^ (first + k) * 16) + own * kGroupBytes);
+                loadFragments(w[own].a[k], (codesAt ^ (first + k) * 16) + own * kGroupBytes);
 #pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    if constexpr (kAhead > 0) {
-                        const auto planes = Ring::at(_copies.slot(), own * kMmaRows + r * 8 + l / 4, first + k, 0);
-                        const auto words = CodeWords<D>::load(planes, l % 4);
-                        w[own].a[k][r] = Numbers::signedCodes(words.low);
-                        w[own].a[k][2 + r] = Numbers::signedCodes(words.high);
-                    }
+                for (int r = 0; r < 2; ++r)
                     w[own].rows[k][r] = Numbers::read(numbersAt + own * kGroupBytes + (first + k) * kNumberBytes +
                                                       r * 8 * Numbers::kFields * 4);
-                }
             }
     }
     __device__ __forceinline__ void loadColumns(int stage, int first, int tile, ColumnFragment& x) const {
@@ -501,7 +437,6 @@ private:
     uint32_t _staged;                               // the warp's own shared memory
     uint32_t _unpacked;                             // where the lane writes its first block's codes
     uint32_t _copied, _copiedEnd, _columns, _ends;  // in the first stage: what the thread copies, and what it reads
-    RingCopies<Ring, kAhead> _copies;
     typename Weights::Base _base[kOwn];
     Raw _raw[kOwn][kUnits];
     uint32_t _first[kOwn][kUnits];  // the first blocks of the lane's rows

@@ -21,7 +21,7 @@ using reference::Fill;
 
 // Each number of rows up to a tile of the tensor cores, and those around the sizes of larger kernels.
 constexpr int64_t kRowCounts[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 130};
-static_assert(kNarrowRows == 16 && kWideRows == 64);
+static_assert(kMmaFromRows == 5 && WideColumns::kBundle == 32);
 
 std::vector<DType> allTypes() {
     std::vector<DType> types = reference::quantizedTypes();
@@ -309,8 +309,8 @@ TEST_F(MatvecTest, ManyRowsHaveTheCpusBits) {
     }
 }
 
-// Matrices for which each kind of wide tile takes least: so many rows that its blocks fill the device once.
-TEST_F(MatvecTest, WideTilesHaveTheCpusBits) {
+// So many weight rows that blocks of 32, 64 or 128 of them fill the device once.
+TEST_F(MatvecTest, WholeDevicesOfBlocksHaveTheCpusBits) {
     const int64_t blocks = stream().device().multiprocessors;
     for (const DType type : {DType::Q4_K, DType::Q6_K, DType::Q8_0, DType::Q2_K, DType::MXFP4})
         for (const int64_t tile : {32, 64, 128})
@@ -321,14 +321,36 @@ TEST_F(MatvecTest, WideTilesHaveTheCpusBits) {
             }
 }
 
-// Of rows that came with columns. Large and small tiles, which read them differently; the columns past the last row are
-// poison.
+// Rows of whole steps: columns that all fit in shared memory, and columns that do not; one item for each block, and
+// several.
+TEST_F(MatvecTest, StreamTilesHaveTheCpusBits) {
+    for (const DType type : reference::quantizedTypes())
+        for (const int64_t cols : {1024, 3072}) {
+            const Weights w = weights(type, 71, cols);
+            for (const int64_t rows : {5, 8, 16, 33})
+                checkProduct(w, inputs(rows, cols, false), randomFloats(static_cast<size_t>(w.rows)));
+        }
+    for (const DType type : {DType::Q4_K, DType::Q6_K, DType::Q2_K, DType::Q8_0})
+        for (const int64_t cols : {8 * 1024, 13 * 1024, 25 * 1024}) {
+            const Weights w = weights(type, 83, cols);
+            for (const int64_t rows : {7, 9, 32}) checkProduct(w, inputs(rows, cols, false), {});
+        }
+    const int64_t blocks = stream().device().multiprocessors;
+    for (const DType type : {DType::Q4_K, DType::Q6_K})
+        for (const int64_t cols : {1024, 4096, 13 * 1024}) {
+            const Weights w = weights(type, blocks * 32 * (cols > 4096 ? 2 : 3) - 5, cols);
+            for (const int64_t rows : {6, 15, 40})
+                checkProduct(w, inputs(rows, cols, false), randomFloats(static_cast<size_t>(w.rows)));
+        }
+}
+
+// Of rows that came with columns. Those past the last row are poison.
 TEST_F(MatvecTest, ReadsTheColumnsThatCameWithRows) {
     const int64_t blocks = stream().device().multiprocessors;
     for (const DType type : {DType::Q4_K, DType::Q6_K, DType::Q8_0, DType::Q2_K})
         for (const int64_t outputs : {int64_t{70}, blocks * 64 - 5}) {
             const Weights w = weights(type, outputs, 512);
-            for (const int64_t rows : {17, 32, 33, 64, 65}) {
+            for (const int64_t rows : {5, 9, 17, 32, 33, 64, 65}) {
                 if (!readsColumns(stream(), type, rows)) continue;
                 SCOPED_TRACE(std::string(info(type).name) + ", " + std::to_string(rows) + " rows");
                 const Inputs in = inputsInColumns(rows, 512);
@@ -345,8 +367,8 @@ TEST_F(MatvecTest, ReadsTheColumnsThatCameWithRows) {
 
 TEST_F(MatvecTest, ColumnsAreReadByRowsThatAreMany) {
     const bool any = stream().device().codeVersion >= 80;
-    for (const int64_t rows : {1, 16, 17, 512, 513})
-        EXPECT_EQ(readsColumns(stream(), DType::Q4_K, rows), any && rows > 16 && rows <= 512) << rows;
+    for (const int64_t rows : {1, 4, 5, 16, 512, 513})
+        EXPECT_EQ(readsColumns(stream(), DType::Q4_K, rows), any && rows > 4 && rows <= 512) << rows;
     EXPECT_FALSE(readsColumns(stream(), DType::F32, 64));
     EXPECT_FALSE(readsColumns(stream(), DType::BF16, 64));
 }
@@ -407,9 +429,10 @@ TEST_F(MatvecTest, ManyOutputsInOneCall) {
         }
         const int64_t before = stream().launches();
         matvec(stream(), in, static_cast<int>(rows), outputs);
-        // Five matrices of Q4_K are one more than fit in a launch.
+        // Five matrices of Q4_K are one more than fit in a launch. Columns that have not come with the rows are
+        // arranged once for all.
         if (rows <= 8 || stream().device().codeVersion >= 80) {
-            EXPECT_EQ(stream().launches() - before, 4);
+            EXPECT_EQ(stream().launches() - before, rows < kMmaFromRows ? 4 : 5);
         }
         for (size_t i = 0; i < types.size(); ++i) {
             SCOPED_TRACE(i);
@@ -542,13 +565,33 @@ TEST_F(MatvecTest, GatedHasTheCpusBits) {
     }
 }
 
-// The wide tiles, as in WideTilesHaveTheCpusBits.
-TEST_F(MatvecTest, GatedWideTilesHaveTheCpusBits) {
+// As WholeDevicesOfBlocksHaveTheCpusBits.
+TEST_F(MatvecTest, GatedWholeDevicesOfBlocksHaveTheCpusBits) {
     const int64_t blocks = stream().device().multiprocessors, cols = 2048 + 256;
     for (const DType type : {DType::Q4_K, DType::Q6_K})
         for (const int64_t hidden : {16 * blocks, 32 * blocks}) {
             const Weights gate = weights(type, hidden, cols), up = weights(type, hidden, cols);
             for (const int64_t rows : {20, 64}) {
+                SCOPED_TRACE(std::string(info(type).name) + " rows " + std::to_string(rows));
+                const Inputs in =
+                    inputs(randomFloats(static_cast<size_t>(rows * cols), 0.002f), rows, cols, info(type).isFloat);
+                const DeviceArray<uint8_t> buffer(quantizedRowsBytes(rows, hidden));
+                RowOutputs out;
+                out.quantized = rowsWithColumns(buffer, rows, hidden);
+                matvecGated(stream(), in.input(), static_cast<int>(rows), gate.device(), up.device(), out);
+                expectForms(gatedProduct(gate.host(), up.host(), in.x, rows), rows, hidden, nullptr, buffer);
+            }
+        }
+}
+
+// The stream tiles, as in StreamTilesHaveTheCpusBits.
+TEST_F(MatvecTest, GatedStreamTilesHaveTheCpusBits) {
+    const int64_t blocks = stream().device().multiprocessors;
+    for (const DType type : {DType::Q4_K, DType::Q6_K, DType::Q8_0, DType::Q2_K})
+        for (const auto& [hidden, cols] : std::vector<std::pair<int64_t, int64_t>>{
+                 {96, 1024}, {32, 13 * 1024}, {64 * blocks + 32, 2048}, {16 * blocks, 4096}}) {
+            const Weights gate = weights(type, hidden, cols), up = weights(type, hidden, cols);
+            for (const int64_t rows : {5, 16, 40}) {
                 SCOPED_TRACE(std::string(info(type).name) + " rows " + std::to_string(rows));
                 const Inputs in =
                     inputs(randomFloats(static_cast<size_t>(rows * cols), 0.002f), rows, cols, info(type).isFloat);

@@ -17,7 +17,7 @@ inline QuantizedRows rowsWithColumns(const DeviceArray<uint8_t>& buffer, int64_t
 inline ::testing::AssertionResult hasItsColumns(const DeviceArray<uint8_t>& buffer, int64_t rows, int64_t cols) {
     std::vector<uint8_t> bytes = buffer.read();
     const QuantizedRows at = quantizedRowsOver(bytes.data(), rows, cols);
-    const int64_t blocks = cols / 32, bundles = (rows + 63) / 64 * 2;
+    const int64_t blocks = cols / 32, bundles = (rows + 31) / 32;
     for (int64_t unit = 0; at.wide.codes && unit < bundles * blocks; ++unit) {
         for (int64_t column = 0; column < 32; ++column) {
             const int64_t row = unit / blocks * 32 + column, block = unit % blocks, i = row * blocks + block;

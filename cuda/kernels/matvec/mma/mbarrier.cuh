@@ -1,0 +1,53 @@
+// Barriers of a thread block in shared memory, at which some threads only arrive and others only wait (compute
+// capability 8.0 and above).
+#pragma once
+
+#include <cstdint>
+
+namespace sharpi::cuda {
+
+// An address in shared memory, of 8 bytes.
+class Mbarrier {
+public:
+    __device__ __forceinline__ explicit Mbarrier(uint32_t at) : _at(at) {}
+
+    // arrivals: those that end a phase. One thread calls it, before all threads meet.
+    __device__ __forceinline__ void init(int arrivals) const {
+#if __CUDA_ARCH__ >= 800
+        asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(_at), "r"(arrivals) : "memory");
+#endif
+    }
+    __device__ __forceinline__ void arrive() const {
+#if __CUDA_ARCH__ >= 800
+        asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(_at) : "memory");
+#endif
+    }
+    // Arrives when the calling thread's copies so far are done.
+    __device__ __forceinline__ void arriveWithCopies() const {
+#if __CUDA_ARCH__ >= 800
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(_at) : "memory");
+#endif
+    }
+    // Waits for the end of the phase of this parity: 0 for the first, 1 for the second, ... With parity 1, it does not
+    // wait before the first phase has ended.
+    __device__ __forceinline__ void wait(uint32_t parity) const {
+#if __CUDA_ARCH__ >= 900
+        asm volatile(
+            "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@done bra over;\nbra "
+            "again;\nover:\n}" ::"r"(_at),
+            "r"(parity)
+            : "memory");
+#elif __CUDA_ARCH__ >= 800
+        asm volatile(
+            "{\n.reg .pred done;\nagain:\nmbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n@done bra over;\nbra "
+            "again;\nover:\n}" ::"r"(_at),
+            "r"(parity)
+            : "memory");
+#endif
+    }
+
+private:
+    uint32_t _at;
+};
+
+}  // namespace sharpi::cuda
