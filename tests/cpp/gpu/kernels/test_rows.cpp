@@ -180,7 +180,7 @@ TEST_F(Rows, NormTakesItsWeightsInTurn) {
                                  expected.data() + r * cols);
                 const DeviceArray<float> deviceX(x), deviceWeights(weights), floats(rows * cols);
                 const DeviceArray<int32_t> deviceIndex(index);
-                const DeviceArray<uint8_t> quantized(quantizedRowsBytes(rows, cols));
+                const DeviceArray<uint8_t> quantized(blocks ? quantizedRowsBytes(rows / kinds, cols * kinds) : 0);
                 const DeviceArray<uint16_t> hi(rows * cols), lo(rows * cols);
                 RowOutputs out{floats.get(), {}, {}};
                 if (blocks) {
