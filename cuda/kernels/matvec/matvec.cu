@@ -1,5 +1,5 @@
 // Launches the products of quantized weights with few rows, which take most of a token's time. matvec_kernel.cuh and
-// matvec_product.cuh have the kernels for up to eight rows, mma_tile.cuh and mma_product.cuh those for more.
+// matvec_product.cuh have the kernels for few rows, stream_tile.cuh, mma_tile.cuh and mma_product.cuh those for more.
 // matvec_float.cu compiles those for float weights.
 //
 // Matrices of one type that read the same activations share a launch, because the beginning and the end of a launch are
@@ -76,7 +76,7 @@ static void launchDense(Stream& stream, DType type, Products& p) {
 
 // Whether launchDense makes one launch, whose inputs are all there when those of the launch before it are.
 static bool canBeTogether(const Stream& stream, DType type, const QuantizedRows& x, int rows) {
-    if (usesMma(stream, type, rows)) return x.wide.written || !x.wide.codes;
+    if (usesMma(stream, type, rows)) return isRareType(type) || x.wide.written || !x.wide.codes;
     return !isFloatType(type) && rows <= kPlainMatvecRows;
 }
 

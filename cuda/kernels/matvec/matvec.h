@@ -11,7 +11,7 @@ namespace sharpi::cuda {
 
 // The most rows that one call takes. More rows that follow the contract take several calls. A call is one launch for
 // each type, unless the type is a float or the device lacks int8 tensor cores: then each eight rows take another.
-// Before products on the int8 tensor cores, one more launch may arrange these (WideColumns).
+// Before products on the int8 tensor cores, one more launch may arrange the rows as WideColumns.
 constexpr int kMaxMatvecRows = kMostWideRows;
 
 // The input of a product. Float weights read `floats` [rows, cols], quantized ones read `quantized`.

@@ -21,7 +21,7 @@ struct GatedProduct {
     MatvecInput x;
     int32_t rows = 0;    // rows of activations
     int32_t groups = 1;  // tensor cores: runs of 32 rows for each block
-    StreamRoom room;     // and how it divides shared memory
+    StreamRoom room;     // tensor cores: how a tile divides shared memory
     int32_t ahead = 0;   // units that a warp prefetches (floats)
     RowOutputs out;
     GatedJoin join;

@@ -546,7 +546,7 @@ template <int T, bool shared, bool experts> struct Variant {
 };
 
 // The most rows of these kernels. On devices with int8 tensor cores, more rows of quantized types are multiplied there
-// (mma_tile.cuh).
+// from kMmaFromRows on.
 constexpr int kPlainMatvecRows = 8;
 
 // Whether int8 tensor cores can multiply weights of this type.

@@ -29,9 +29,9 @@ struct Products {
     int32_t count = 0;
     int32_t rows = 0;  // rows of activations
     int32_t cols = 0;
-    int32_t groups = 1;  // pairs of rows for each warp
+    int32_t groups = 1;  // pairs of rows for each warp; tensor cores: items for each block
     int32_t ahead = 0;   // units that a warp prefetches (floats)
-    StreamRoom room;     // tensor cores
+    StreamRoom room;     // tensor cores: how a tile divides shared memory
     bool add = false;
     Together order = Together::Alone;
     // Experts: pair p = blockIdx.y reads row p (rowPerPair) or p / used of x and writes row p of y. A pair with

@@ -6,7 +6,7 @@
 
 namespace sharpi::cuda {
 
-// An address in shared memory, of 8 bytes.
+// A barrier in 8 bytes of shared memory.
 class Mbarrier {
 public:
     __device__ __forceinline__ explicit Mbarrier(uint32_t at) : _at(at) {}
@@ -22,14 +22,13 @@ public:
         asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(_at) : "memory");
 #endif
     }
-    // Arrives when the calling thread's copies so far are done.
+    // Arrives when the calling thread's copies so far are done. It is one of init()'s arrivals.
     __device__ __forceinline__ void arriveWithCopies() const {
 #if __CUDA_ARCH__ >= 800
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(_at) : "memory");
 #endif
     }
-    // Waits for the end of the phase of this parity: 0 for the first, 1 for the second, ... With parity 1, it does not
-    // wait before the first phase has ended.
+    // Waits for the end of the phase of this parity: 0 for the first, 1 for the second, 0 for the third, ...
     __device__ __forceinline__ void wait(uint32_t parity) const {
 #if __CUDA_ARCH__ >= 900
         asm volatile(

@@ -2,7 +2,7 @@
 // activations.
 //
 // A block has p.groups runs of 32 rows of gate and of up. Of each two groups of a tile, the first has gate's rows and
-// the second up's. An item of the tile is a whole run, or half of one.
+// the second up's. An item of the tile is a half or a quarter of a run.
 #pragma once
 
 #include "kernels/matvec/matvec_gated.cuh"
@@ -73,10 +73,9 @@ template <DType D> void launchMmaGated(Stream& stream, GatedProduct p) {
                                      atOnce = int64_t{stream.device().multiprocessors} * Tile::kMinBlocks;
                        // Runs of 32 rows have this many items.
                        constexpr int kItems = kContractBlock / (Tile::kGroupRows * Tile::kPairs);
-                       constexpr bool kMany = Tile::kResident;
-                       p.groups = kMany ? mmaItems(count, mmaMostItems(Tile::kResident) / kItems,
-                                                   mmaStart(Tile::kResident) / kItems, columnTiles, atOnce)
-                                        : 1;
+                       p.groups = Tile::kIsStream ? mmaItems(count, mmaMostItems(Tile::kIsStream) / kItems,
+                                                             mmaStart(Tile::kIsStream) / kItems, columnTiles, atOnce)
+                                                  : 1;
                        const int64_t blocks = count(p.groups);
                        if (Tile::kIsStream) arrangeColumns(stream, p.x.quantized, p.rows, p.cols);
                        p.room = shape.room;

@@ -15,7 +15,8 @@ __device__ __forceinline__ void loadFragments(uint32_t (&out)[4], uint32_t at) {
 #endif
 }
 
-// The sums over a block, or over one half of it, as floats that kIntegerBias was added to.
+// The sums over a block, or over one half of it, as floats that kIntegerBias was added to. Volatile, so that a tile's
+// products come before what is done with those of the tile before it, as the program has it.
 __device__ __forceinline__ void multiplyBlock(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
     int out[4];

@@ -1,8 +1,5 @@
-// What the launches of tensor-core products share: which tile a block has, and what it prefetches.
+// What the launches of tensor-core products share: which tile a block has, and how many items.
 #pragma once
-
-#include <algorithm>
-#include <type_traits>
 
 #include "kernels/matvec/mma/mma_tile.cuh"
 #include "kernels/matvec/mma/stream_tile.cuh"
@@ -69,8 +66,8 @@ struct MmaCall {
     bool canArrange;  // there is room for WideColumns
 };
 
-// Calls f(MmaShape<Tile>{}) with the tile for a call. Rare types have no stream tiles, and of others, rows whose planes
-// do not begin at whole pieces of a copy. sparePerColumn: bytes of shared memory that the kernel takes besides the
+// Calls f(MmaShape<Tile>{}) with the tile for a call. Rare types take an MmaTile. So do rows of which a plane does not
+// begin at a multiple of StreamPlane::kPiece. sparePerColumn: bytes of shared memory that the kernel takes besides the
 // tile's.
 template <DType D, typename Count, typename F>
 void withMmaTile(const Stream& stream, const MmaCall& call, size_t sparePerColumn, const Count& count, F&& f) {
@@ -98,9 +95,9 @@ int mmaItems(const Count& count, int most, double start, int64_t columnTiles, in
     }
     return best;
 }
-// Resident tiles copy all activations at a block's beginning.
-constexpr int mmaMostItems(bool isResident) { return isResident ? 64 : 8; }
-constexpr double mmaStart(bool isResident) { return isResident ? 1.0 : 0.25; }
+// Blocks of stream tiles begin with copies of all activations.
+constexpr int mmaMostItems(bool isStream) { return isStream ? 64 : 8; }
+constexpr double mmaStart(bool isStream) { return isStream ? 1.0 : 0.25; }
 
 template <typename Tile, typename Kernel, typename Arguments>
 void launchMma(Stream& stream, Kernel kernel, int64_t blocks, const Arguments& arguments) {

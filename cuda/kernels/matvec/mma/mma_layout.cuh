@@ -1,9 +1,8 @@
-// The numbers that a tile of a tensor-core product has of its blocks, and where everything lies in shared memory. See
-// mma_tile.cuh for what the words mean.
+// The numbers that a tile of a tensor-core product has of its blocks, and where everything of an MmaTile lies in shared
+// memory. See mma_tile.cuh for what the words mean.
 #pragma once
 
 #include "kernels/matvec/mma/shared_codes.cuh"
-#include "kernels/matvec/mma/stream_room.h"
 
 namespace sharpi::cuda {
 
@@ -45,13 +44,12 @@ template <DType D> struct MmaNumbers {
     struct Columns {
         float scale[2], unbias[2], sum0[2], sum1[2];
     };
-    // The fields of sums are at at + sums and behind it, one every `apart` bytes.
-    static __device__ __forceinline__ Columns readColumns(uint32_t at, int sums = kFieldBytes,
-                                                          int apart = kFieldBytes) {
+    // The fields of sums come after the scales', one every `apart` bytes.
+    static __device__ __forceinline__ Columns readColumns(uint32_t at, int apart = kFieldBytes) {
         Columns x = {};
         readShared(at, x.scale);
-        if constexpr (kColumnFields > 1) readShared(at + sums, x.sum0);
-        if constexpr (kColumnFields > 2) readShared(at + sums + apart, x.sum1);
+        if constexpr (kColumnFields > 1) readShared(at + apart, x.sum0);
+        if constexpr (kColumnFields > 2) readShared(at + 2 * apart, x.sum1);
 #pragma unroll
         for (int c = 0; c < 2; ++c) x.unbias[c] = __fmul_rn(x.scale[c], -kIntegerBias);
         return x;
@@ -77,6 +75,14 @@ template <DType D> struct MmaNumbers {
         return F::kOffset != 0 ? (q + (128u - F::kOffset) * 0x01010101u) ^ 0x80808080u : q;
     }
 };
+
+// The upper levels of the contract's tree: the sum of 2 * kWidth accumulators, or of sums of a level.
+template <int kWidth, int kCount> __device__ __forceinline__ float joined(float (&v)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) v[i] = __fadd_rn(v[i], v[i + kWidth]);
+    if constexpr (kWidth > 1) return joined<kWidth / 2>(v);
+    return v[0];
+}
 
 // --- the layout -----------------------------------------------------------------------------------------------------
 

@@ -62,8 +62,8 @@ template <DType D> void launchMmaProducts(Stream& stream, Products& p) {
         constexpr int kRows = Tile::kGroupRows * Tile::kGroups;
         const int64_t columnTiles = (p.rows + Tile::kColumns - 1) / Tile::kColumns;
         const int64_t atOnce = int64_t{stream.device().multiprocessors} * Tile::kMinBlocks;
-        p.groups = mmaItems([&](int64_t items) { return count(kRows * items); }, mmaMostItems(Tile::kResident),
-                            mmaStart(Tile::kResident), columnTiles, atOnce);
+        p.groups = mmaItems([&](int64_t items) { return count(kRows * items); }, mmaMostItems(Tile::kIsStream),
+                            mmaStart(Tile::kIsStream), columnTiles, atOnce);
         int64_t blocks = 0;
         for (int i = 0; i < p.count; ++i) {
             blocks += (p.product[i].rows + kRows * p.groups - 1) / (kRows * p.groups);

@@ -15,7 +15,7 @@
 // - Weights: a lane loads a few blocks as Format<D> defines, one step ahead, in registers. It unpacks them and writes
 //   signed bytes and float scales to the warp's own shared memory, which ldmatrix reads as fragments.
 // - Activations: a team copies the blocks of all columns to its stages in shared memory. The layout of QuantizedRows is
-//   already what ldmatrix needs. If the stages of all steps fit (a *resident* tile), the team copies everything once,
+//   already what ldmatrix needs. In a *resident* tile there are stages for all steps. The team copies everything once,
 //   and the block has many items with the same columns; the first one waits for each step's. Otherwise there are a few
 //   stages, and copies are some steps ahead.
 //
@@ -30,6 +30,7 @@
 #pragma once
 
 #include "kernels/matvec/mma/mma_layout.cuh"
+#include "kernels/matvec/mma/stream_room.h"
 
 namespace sharpi::cuda {
 
@@ -197,18 +198,10 @@ private:
 #pragma unroll
             for (int k = 0; k < kNeighbours; ++k) v[kNeighbours * s + k] = part[k];
         }
-        return tree<kStride / 2>(v);
+        return joined<kStride / 2>(v);
     }
 
     static constexpr int kGroupBytes = kSlices * kWarpBytes;  // from a group's shared memory to the next
-
-    // The upper levels of the contract's tree.
-    template <int kWidth, int kCount> static __device__ __forceinline__ float tree(float (&v)[kCount]) {
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) v[i] = __fadd_rn(v[i], v[i + kWidth]);
-        if constexpr (kWidth > 1) return tree<kWidth / 2>(v);
-        return v[0];
-    }
 
     // --- weights
 

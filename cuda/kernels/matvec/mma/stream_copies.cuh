@@ -8,7 +8,7 @@ namespace sharpi::cuda {
 
 // What all parts of a tile know.
 struct StreamShape {
-    int units, steps, items;  // blocks of a row, steps of an item, items
+    int blocks, steps, items;  // blocks of a row, steps of an item, items
     int stages, slots;
     uint32_t shared, weights;  // where shared memory and its slots begin
 
@@ -18,8 +18,8 @@ struct StreamShape {
     __device__ __forceinline__ Mbarrier empty(int slot) const { return Mbarrier(shared + slot * 16 + 8); }
 };
 
-// Nobody else reads these: they leave the L1 cache alone.
-template <int kCount> __device__ __forceinline__ void copyPast(uint32_t to, const uint8_t* from) {
+// No other block of the multiprocessor reads these. Pieces of 16 bytes bypass the L1 cache; smaller ones cannot.
+template <int kCount> __device__ __forceinline__ void copyPastL1(uint32_t to, const uint8_t* from) {
     if constexpr (kCount < 16) copyAsync<kCount>(to, from);
 #if __CUDA_ARCH__ >= 800
     else
@@ -49,7 +49,7 @@ public:
     template <typename Place> __device__ __forceinline__ void next(const StreamShape& shape, const Place& place) {
         if (_item >= shape.items) return;
         const uint32_t to = shape.weights + _slot * Layout::kSlotBytes;
-        const int left = shape.units - _step * kContractAccumulators;  // blocks of a row
+        const int left = shape.blocks - _step * kContractAccumulators;  // blocks of a row
         copyPlane<0>(to, left);
         copyPlane<1>(to, left);
         copyPlane<2>(to, left);
@@ -73,22 +73,22 @@ private:
         const int row = Layout::warp() * kOfWarp;
         const auto rows = place(_item, row / Layout::kGroupRows);
         const int first = rows.row + row % Layout::kGroupRows;
-        findPlane<0>(rows, first, shape.units);
-        findPlane<1>(rows, first, shape.units);
-        findPlane<2>(rows, first, shape.units);
-        findPlane<3>(rows, first, shape.units);
+        findPlane<0>(rows, first, shape.blocks);
+        findPlane<1>(rows, first, shape.blocks);
+        findPlane<2>(rows, first, shape.blocks);
+        findPlane<3>(rows, first, shape.blocks);
     }
     template <int p, typename Rows>
-    __device__ __forceinline__ void findPlane(const Rows& rows, int firstRow, int units) {
+    __device__ __forceinline__ void findPlane(const Rows& rows, int firstRow, int blocks) {
         using Q = Plane<p>;
         if constexpr (Q::kBytes != 0) {
             const auto row = [&](int i) { return min(firstRow + rowOf<p>(i), rows.last); };
             const int first = row(0);
             _from[p] = rows.base.plane[p] + byteOf<p>(0) +
-                       P::template offset<p>(static_cast<uint32_t>(first) * static_cast<uint32_t>(units));
+                       P::template offset<p>(static_cast<uint32_t>(first) * static_cast<uint32_t>(blocks));
 #pragma unroll
             for (int i = 1; i < kCount<p>; ++i)
-                _more[p][i] = (row(i) - first) * (units * Q::kBytes / Q::kOf) + byteOf<p>(i) - byteOf<p>(0);
+                _more[p][i] = (row(i) - first) * (blocks * Q::kBytes / Q::kOf) + byteOf<p>(i) - byteOf<p>(0);
         }
     }
     // What lies past the row's end is not copied: it is multiplied by factors of 0.
@@ -101,8 +101,8 @@ private:
             for (int i = 0; i < kCount<p>; ++i) {
                 if (kAll % 32 != 0 && i * 32 + Layout::lane() >= kAll) break;
                 if (byteOf<p>(i) * Q::kOf < left * Q::kBytes)
-                    copyPast<Q::kPiece>(to + rowOf<p>(i) * Q::kStride + byteOf<p>(i),
-                                        _from[p] + (i == 0 ? 0 : _more[p][i]));
+                    copyPastL1<Q::kPiece>(to + rowOf<p>(i) * Q::kStride + byteOf<p>(i),
+                                          _from[p] + (i == 0 ? 0 : _more[p][i]));
             }
             _from[p] += Q::kUsed;
         }
@@ -122,7 +122,7 @@ public:
     // firstRow: the row of x that is the first column.
     __device__ __forceinline__ StreamColumns(const StreamShape& shape, const WideColumns& x, uint32_t firstRow) {
         const uint32_t first = firstRow + static_cast<uint32_t>(x.first), column = first % WideColumns::kBundle,
-                       block = first / WideColumns::kBundle * static_cast<uint32_t>(shape.units) + Layout::warp();
+                       block = first / WideColumns::kBundle * static_cast<uint32_t>(shape.blocks) + Layout::warp();
         _codes = x.codes + block * WideColumns::kCodeBytes + column * 16;
         _ends = reinterpret_cast<const uint8_t*>(x.ends + block * WideColumns::kEndFloats + column);
     }
@@ -130,7 +130,7 @@ public:
     // last. Blocks past the row's end repeat its last one.
     __device__ __forceinline__ void next(const StreamShape& shape) {
         constexpr int kPieces = 2 * kColumns, kQuads = kColumns / 4, kEnds = kTurns * kFields * kQuads;
-        const int lane = Layout::lane(), last = shape.units - 1 - _step * kContractAccumulators - Layout::warp();
+        const int lane = Layout::lane(), last = shape.blocks - 1 - _step * kContractAccumulators - Layout::warp();
         const uint32_t to = shape.shared + Layout::kColumnsAt + _stage * Layout::kStageBytes,
                        codes = to + Layout::warp() * Layout::kBlockBytes,
                        ends = to + Layout::kEndsAt + Layout::warp() * Layout::kEndBytes;
@@ -141,8 +141,8 @@ public:
             for (int n = 0; n < kPieces; n += 32) {
                 const int at = n + lane, from = at / kColumns * WideColumns::kBundle + at % kColumns;
                 if (kPieces % 32 != 0 && at >= kPieces) break;
-                copyPast<16>(codes + turn * kWarps * Layout::kBlockBytes + at * 16,
-                             _codes + (block * WideColumns::kCodeBytes + from * 16));
+                copyPastL1<16>(codes + turn * kWarps * Layout::kBlockBytes + at * 16,
+                               _codes + (block * WideColumns::kCodeBytes + from * 16));
             }
         }
         // The ends of all turns.
@@ -153,9 +153,9 @@ public:
             const int turn = at / (kFields * kQuads), field = at / kQuads % kFields;
             // A type with two sums for each block has no use for the sum of both.
             const int from = kFields == 3 && field > 0 ? field + 1 : field;
-            copyPast<16>(ends + turn * kWarps * Layout::kEndBytes + at % (kFields * kQuads) * 16,
-                         _ends + min(turn * kWarps, last) * (WideColumns::kEndFloats * 4) +
-                             from * (WideColumns::kBundle * 4) + at % kQuads * 16);
+            copyPastL1<16>(ends + turn * kWarps * Layout::kEndBytes + at % (kFields * kQuads) * 16,
+                           _ends + min(turn * kWarps, last) * (WideColumns::kEndFloats * 4) +
+                               from * (WideColumns::kBundle * 4) + at % kQuads * 16);
         }
         closeCopies();
         if (++_stage == shape.stages) _stage = 0;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/matvec/mma/mma_layout.cuh"
+#include "kernels/matvec/mma/stream_room.h"
 #include "kernels/rows/rows.h"
 
 namespace sharpi::cuda {
@@ -16,9 +17,9 @@ template <DType D, int p, int kRows> struct StreamPlane {
                                             P::template kBlocks<2> == 8 || P::template kBlocks<3> == 8;
     static constexpr int kTurn = kBytes * 8 / kOf,
                          kUsed = kTurn * (kContractAccumulators / 8);  // of a row: a turn, a step
-    // What is copied at once. Rows begin at multiples of it.
-    static constexpr int kUnit = kHasSuperblocks ? kTurn : kBytes;
-    static constexpr int kPiece = kUnit % 16 == 0 ? 16 : kUnit % 8 == 0 ? 8 : 4, kPieces = kUsed / kPiece;
+    // What a lane copies at once. takes() says whether rows begin at multiples of it.
+    static constexpr int kLeast = kHasSuperblocks ? kTurn : kBytes;
+    static constexpr int kPiece = kLeast % 16 == 0 ? 16 : kLeast % 8 == 0 ? 8 : 4, kPieces = kUsed / kPiece;
     static_assert(kUsed % kPiece == 0);
     static constexpr bool takes(int64_t cols) {
         return cols % (kHasSuperblocks ? 256 : kContractBlock) == 0 && cols / 32 * kBytes / kOf % kPiece == 0;
@@ -32,7 +33,7 @@ template <DType D, int p, int kRows> struct StreamPlane {
     static constexpr int kBegin = begin(), kEnd = kBegin + kRows * kStride;
 };
 
-// kTiles: tiles of 8 columns. kOwn: groups of 16 weight rows.
+// kTiles: tiles of 8 columns. kOwn: fragments of 16 weight rows, which are two groups each.
 template <DType D, int kTiles, int kOwn> struct StreamLayout {
     using Numbers = MmaNumbers<D>;
     static constexpr int kWarps = 8, kThreads = 32 * kWarps;
@@ -42,7 +43,8 @@ template <DType D, int kTiles, int kOwn> struct StreamLayout {
 
     template <int p> using Plane = StreamPlane<D, p, kRows>;
     static constexpr int kSlotBytes = (Plane<3>::kEnd + 15) / 16 * 16;
-    // With two slots, a step's weights would be asked for no sooner than the step before it waits for them.
+    // With two slots, a step's weights would be requested in the middle of the step before it, which then waits for
+    // them.
     static constexpr int kFewestSlots = 3, kMostSlots = 4;
 
     // A stage of columns: for each block, the first halves of all columns, then the second; and behind all blocks their
@@ -54,7 +56,8 @@ template <DType D, int kTiles, int kOwn> struct StreamLayout {
     static constexpr int kStages = 3;  // if not all columns fit
 
     // Numbers of a warp's blocks in a step: those of all rows for each turn, twice. With the gap, lanes that write
-    // those of four turns find different banks. A lane writes those of a row and a turn, and of rows behind it.
+    // those of four turns find different banks. A lane writes those of a row and a turn, and of every eighth row after
+    // it.
     static constexpr int kTurnBytes = kRows * Numbers::kFields * 4 + 32, kNumberBytes = kTurns * kTurnBytes;
     static constexpr int kRowsAtOnce = 32 / kTurns;
     // A warp's sums of an item, joined from its turns: fragments of 512 bytes.

@@ -172,7 +172,7 @@ private:
         for (int k = 0; k < 2; ++k)
             x.ends[k] = Numbers::readColumns(
                 _ends + at.stage + turnOf(unit, k) * (kWarps * Layout::kEndBytes) + tileOf(unit, k) * (kMmaColumns * 4),
-                Layout::kFieldBytes, Layout::kFieldBytes);
+                Layout::kFieldBytes);
     }
     static __device__ __forceinline__ void multiplyBlocks(const WeightFragment& w, const uint32_t* b,
                                                           Product& product) {

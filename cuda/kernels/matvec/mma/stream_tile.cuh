@@ -38,8 +38,6 @@ template <DType D, int kTiles, int kOwn> class StreamTile : StreamLayout<D, kTil
 
 public:
     static constexpr DType kType = D;
-    using Numbers = MmaNumbers<D>;
-    using Weights = Steps<D>;
     using Layout::kColumns;
     using Layout::kFewestSlots;
     using Layout::kGroupRows;
@@ -56,7 +54,7 @@ public:
     using Layout::takes;
     using Layout::warp;
     // For kernels and launches that take any tile.
-    static constexpr bool kIsStream = true, kResident = true;
+    static constexpr bool kIsStream = true;
     static constexpr int kRounds = 1, kMinBlocks = 1;
 
     // shared: sharedBytes(room), aligned to 128 bytes. All threads call it, and meet.
@@ -68,8 +66,12 @@ public:
                  room.slots,
                  sharedAddress(shared),
                  sharedAddress(shared) + Layout::kColumnsAt + room.stages * kStageBytes} {
-        if (threadIdx.x == 0)
-            for (int i = 0; i < room.slots; ++i) _shape.full(i).init(kThreads), _shape.empty(i).init(kWarps);
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < room.slots; ++i) {
+                _shape.full(i).init(kThreads);
+                _shape.empty(i).init(kWarps);
+            }
+        }
         __syncthreads();
     }
 
@@ -98,7 +100,7 @@ public:
         if (isResident) waitForCopies<0>();
         else waitForCopies<kStages - 2>();
         _shape.full(0).wait(0);
-        multiplier.writeNumbers(at, _shape.units);
+        multiplier.writeNumbers(at, _shape.blocks);
         ahead.next(_shape.slots);
         __syncwarp();
         typename Multiplier::Flow flow;
@@ -121,7 +123,7 @@ public:
                 if (!isResident) waitForCopies<kStages - 2>();
                 _shape.full(ahead.at).wait(ahead.parity);
                 ahead.next(_shape.slots);
-                multiplier.writeNumbers(next, _shape.units - (isLast ? 0 : step + 1) * kContractAccumulators);
+                multiplier.writeNumbers(next, _shape.blocks - (isLast ? 0 : step + 1) * kContractAccumulators);
                 __syncwarp();
             });
             __syncwarp();
@@ -184,13 +186,6 @@ private:
             writeShared(at + i * 512, sum);
         }
     }
-    // The upper levels of the contract's tree.
-    template <int kWidth> static __device__ __forceinline__ float tree(float (&v)[kWarps]) {
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) v[i] = __fadd_rn(v[i], v[i + kWidth]);
-        if constexpr (kWidth > 1) return tree<kWidth / 2>(v);
-        return v[0];
-    }
     // The finished sum of value c of lane `of`.
     __device__ __forceinline__ float sumAt(int sums, int of, int c) const {
         const uint32_t at = _shape.shared + Layout::kSumsAt + sums * 512 + of * 16 + c * 4;
@@ -201,10 +196,10 @@ private:
             readShared(at + w * kSumBytes, one);
             v[w] = one[0];
         }
-        return tree<kWarps / 2>(v);
+        return joined<kWarps / 2>(v);
     }
-    // Calls f(sums, lane, c) for this thread's share of the values, kCount of each lane. If there are fewer than
-    // threads, warps take turns from item to item.
+    // Calls f(sums, lane, c) for this thread's share of the values, kCount of each lane. If there are fewer values than
+    // threads, other warps take them in the next item.
     template <int kCount, typename Visit> __device__ __forceinline__ void forShare(const Visit& f) const {
         constexpr int kAll = kSums * 32 * kCount;
         const int turned = kAll >= kThreads ? 0 : _visited * kAll;

@@ -365,7 +365,7 @@ TEST_F(MatvecTest, ReadsTheColumnsThatCameWithRows) {
         }
 }
 
-TEST_F(MatvecTest, ColumnsAreReadByRowsThatAreMany) {
+TEST_F(MatvecTest, ColumnsAreReadByFiveRowsAndMore) {
     const bool any = stream().device().codeVersion >= 80;
     for (const int64_t rows : {1, 4, 5, 16, 512, 513})
         EXPECT_EQ(readsColumns(stream(), DType::Q4_K, rows), any && rows > 4 && rows <= 512) << rows;
