@@ -54,7 +54,22 @@ template <DType D> struct MmaNumbers {
         for (int c = 0; c < 2; ++c) x.unbias[c] = __fmul_rn(x.scale[c], -kIntegerBias);
         return x;
     }
+    // Of two products: both halves of each one's columns, and what comes after them.
+    struct ColumnFragment {
+        uint32_t b[4];
+        Columns ends[2];
+    };
 
+    // The biased sums of a block, or of its halves. b: both halves of the columns.
+    using Product = float[1 + kHalves][4];
+    static __device__ __forceinline__ void multiply(Product& product, const uint32_t (&a)[4], const uint32_t* b) {
+        if constexpr (kHalves) {
+            multiplyHalf(product[0], a[0], a[1], b[0]);
+            multiplyHalf(product[1], a[2], a[3], b[1]);
+        } else {
+            multiplyBlock(product[0], a, b[0], b[1]);
+        }
+    }
     // The accumulator after a block, from the biased sums of the whole block, or of its halves.
     static __device__ __forceinline__ float add(float first, float second, const BlockFactors& w, const Columns& x,
                                                 int c, float acc) {

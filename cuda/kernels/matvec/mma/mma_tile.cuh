@@ -332,10 +332,7 @@ private:
         uint32_t a[kPairBlocks][4];
         BlockFactors rows[kPairBlocks][2];
     };
-    struct ColumnFragment {
-        uint32_t b[4];
-        typename Numbers::Columns ends[2];
-    };
+    using ColumnFragment = typename Numbers::ColumnFragment;
     // Loads run a unit ahead of the arithmetic; with four tiles, those of weights would take too many registers.
     __device__ __forceinline__ void multiply(int stage, float (&acc)[kOwn][kTiles][kBlocks][4]) const {
         constexpr int kInner = kTiles * kPairBlocks / 2, kUnits = kBlocks / kPairBlocks * kInner;
@@ -388,14 +385,8 @@ private:
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             const int n = kPairBlocks == 2 ? tile : tile + k, j = kPairBlocks == 2 ? k : 0;
-            const uint32_t (&a)[4] = w.a[j];
-            float product[1 + Numbers::kHalves][4];
-            if constexpr (Numbers::kHalves) {
-                multiplyHalf(product[0], a[0], a[1], x.b[2 * k]);
-                multiplyHalf(product[1], a[2], a[3], x.b[2 * k + 1]);
-            } else {
-                multiplyBlock(product[0], a, x.b[2 * k], x.b[2 * k + 1]);
-            }
+            typename Numbers::Product product;
+            Numbers::multiply(product, w.a[j], x.b + 2 * k);
 #pragma unroll
             for (int c = 0; c < 4; ++c)
                 acc[n][first + j][c] = Numbers::add(product[0][c], product[Numbers::kHalves][c], w.rows[j][c / 2],

@@ -25,11 +25,8 @@ template <DType D, typename Layout> class StreamMultiplier {
         uint32_t a[kOwn][4];
         BlockFactors rows[kOwn][2];
     };
-    struct ColumnFragment {
-        uint32_t b[4];
-        typename Numbers::Columns ends[2];
-    };
-    using Product = float[kOwn][1 + Numbers::kHalves][4];
+    using ColumnFragment = typename Numbers::ColumnFragment;
+    using Product = typename Numbers::Product[kOwn];
 
     // A unit is two products: those of two tiles, or, if there is but one tile, of two turns.
     static constexpr bool kHasPairs = kTiles > 1;
@@ -177,15 +174,7 @@ private:
     static __device__ __forceinline__ void multiplyBlocks(const WeightFragment& w, const uint32_t* b,
                                                           Product& product) {
 #pragma unroll
-        for (int own = 0; own < kOwn; ++own) {
-            const uint32_t (&a)[4] = w.a[own];
-            if constexpr (Numbers::kHalves) {
-                multiplyHalf(product[own][0], a[0], a[1], b[0]);
-                multiplyHalf(product[own][1], a[2], a[3], b[1]);
-            } else {
-                multiplyBlock(product[own][0], a, b[0], b[1]);
-            }
-        }
+        for (int own = 0; own < kOwn; ++own) Numbers::multiply(product[own], w.a[own], b);
     }
     // Numbers::add() for all values of two blocks, step by step: each step of a value waits for the one before it.
     static __device__ __forceinline__ void addBlocks(const WeightFragment& first, const WeightFragment& second,

@@ -208,6 +208,9 @@ protected:
         return in;
     }
 
+    // matvecGated with each number of rows against the CPU, its results as blocks. Defined after expectForms.
+    void checkGated(DType type, int64_t hidden, int64_t cols, const std::vector<int64_t>& rowCounts);
+
     // matvec of one matrix against the CPU and the reference kernel.
     void checkProduct(const Weights& w, const Inputs& in, const std::vector<float>& bias) {
         SCOPED_TRACE(std::string(info(w.type).name) + " " + std::to_string(w.rows) + " x " + std::to_string(w.cols) +
@@ -565,23 +568,25 @@ TEST_F(MatvecTest, GatedHasTheCpusBits) {
     }
 }
 
+void MatvecTest::checkGated(DType type, int64_t hidden, int64_t cols, const std::vector<int64_t>& rowCounts) {
+    const Weights gate = weights(type, hidden, cols), up = weights(type, hidden, cols);
+    for (const int64_t rows : rowCounts) {
+        SCOPED_TRACE(std::string(info(type).name) + " rows " + std::to_string(rows));
+        const Inputs in =
+            inputs(randomFloats(static_cast<size_t>(rows * cols), 0.002f), rows, cols, info(type).isFloat);
+        const DeviceArray<uint8_t> buffer(quantizedRowsBytes(rows, hidden));
+        RowOutputs out;
+        out.quantized = rowsWithColumns(buffer, rows, hidden);
+        matvecGated(stream(), in.input(), static_cast<int>(rows), gate.device(), up.device(), out);
+        expectForms(gatedProduct(gate.host(), up.host(), in.x, rows), rows, hidden, nullptr, buffer);
+    }
+}
+
 // As WholeDevicesOfBlocksHaveTheCpusBits.
 TEST_F(MatvecTest, GatedWholeDevicesOfBlocksHaveTheCpusBits) {
     const int64_t blocks = stream().device().multiprocessors, cols = 2048 + 256;
     for (const DType type : {DType::Q4_K, DType::Q6_K})
-        for (const int64_t hidden : {16 * blocks, 32 * blocks}) {
-            const Weights gate = weights(type, hidden, cols), up = weights(type, hidden, cols);
-            for (const int64_t rows : {20, 64}) {
-                SCOPED_TRACE(std::string(info(type).name) + " rows " + std::to_string(rows));
-                const Inputs in =
-                    inputs(randomFloats(static_cast<size_t>(rows * cols), 0.002f), rows, cols, info(type).isFloat);
-                const DeviceArray<uint8_t> buffer(quantizedRowsBytes(rows, hidden));
-                RowOutputs out;
-                out.quantized = rowsWithColumns(buffer, rows, hidden);
-                matvecGated(stream(), in.input(), static_cast<int>(rows), gate.device(), up.device(), out);
-                expectForms(gatedProduct(gate.host(), up.host(), in.x, rows), rows, hidden, nullptr, buffer);
-            }
-        }
+        for (const int64_t hidden : {16 * blocks, 32 * blocks}) checkGated(type, hidden, cols, {20, 64});
 }
 
 // The stream tiles, as in StreamTilesHaveTheCpusBits.
@@ -589,19 +594,8 @@ TEST_F(MatvecTest, GatedStreamTilesHaveTheCpusBits) {
     const int64_t blocks = stream().device().multiprocessors;
     for (const DType type : {DType::Q4_K, DType::Q6_K, DType::Q8_0, DType::Q2_K})
         for (const auto& [hidden, cols] : std::vector<std::pair<int64_t, int64_t>>{
-                 {96, 1024}, {32, 13 * 1024}, {64 * blocks + 32, 2048}, {16 * blocks, 4096}}) {
-            const Weights gate = weights(type, hidden, cols), up = weights(type, hidden, cols);
-            for (const int64_t rows : {5, 16, 40}) {
-                SCOPED_TRACE(std::string(info(type).name) + " rows " + std::to_string(rows));
-                const Inputs in =
-                    inputs(randomFloats(static_cast<size_t>(rows * cols), 0.002f), rows, cols, info(type).isFloat);
-                const DeviceArray<uint8_t> buffer(quantizedRowsBytes(rows, hidden));
-                RowOutputs out;
-                out.quantized = rowsWithColumns(buffer, rows, hidden);
-                matvecGated(stream(), in.input(), static_cast<int>(rows), gate.device(), up.device(), out);
-                expectForms(gatedProduct(gate.host(), up.host(), in.x, rows), rows, hidden, nullptr, buffer);
-            }
-        }
+                 {96, 1024}, {32, 13 * 1024}, {64 * blocks + 32, 2048}, {16 * blocks, 4096}})
+            checkGated(type, hidden, cols, {5, 16, 40});
 }
 
 constexpr Activation kOtherActivations[] = {{ActivationKind::Gelu},
