@@ -40,11 +40,7 @@ template <class K> struct PieceWork {
     __device__ const uint8_t* keys() const { return args.pages.k + pageStart * kKvBytes<K::kType>; }
     __device__ const uint8_t* values() const { return args.pages.v + pageStart * kKvBytes<K::kType>; }
     __device__ int2 rowOf(int query) const { return block.rows()[piece.run.row + args.rowOf(query)]; }
-    // Whether the block's values have room beside its keys.
-    __device__ bool keepsValues() const {
-        return isShort() &&
-               args.layout.chunks * kChunkBytes + kPageTokens * args.layout.rowBytes <= kWarps * args.layout.region;
-    }
+    __device__ bool keepsValues() const { return isShort() && args.layout.keepsValues(); }
     // Results lie where the keys were: those of a warp's page, or those of a warp's share of a short row's heads.
     __device__ Results pageResults(int warp) const {
         return Results(block.shared + warp * args.layout.region, kTile, dim());
@@ -292,20 +288,27 @@ template <class K> __global__ void __launch_bounds__(kThreads, K::kBlocks) atten
 
 // --- launching ---------------------------------------------------------------------------------------------------
 
-template <class K> Layout layoutOf(const Args& args, int mostStages) {
-    return {static_cast<int>(kKvBytes<K::kType>), args.shape.headDim, K::kTile, mostStages};
+// A second stage brings keys while others are used, but in a whole step it costs more than that saves: kernels begin
+// beside the one before, and blocks that take little shared memory leave room for that. It pays where it gives a short
+// row's values their place.
+template <class K> Layout chooseLayout(const DeviceInfo& device, const Args& args) {
+    const auto stages = [&](int most) {
+        return Layout(static_cast<int>(kKvBytes<K::kType>), args.shape.headDim, K::kTile, most);
+    };
+    const Layout one = stages(1), two = stages(2);
+    const bool twoPay = two.keepsValues() && !one.keepsValues() && two.total <= static_cast<int>(device.sharedPerBlock);
+    return twoPay ? two : one;
 }
 
 // pages: the most that a row sees.
 template <class K> void launchFewRows(Stream& stream, Args args, int64_t pages) {
     const auto kernel = attendFewRows<K>;
-    args.layout = layoutOf<K>(args, 2);
-    if (args.layout.total > static_cast<int>(stream.device().sharedPerBlock)) args.layout = layoutOf<K>(args, 1);
+    args.layout = chooseLayout<K>(stream.device(), args);
     const int bytes = args.layout.total;
     if (bytes > 48 * 1024) allowShared(kernel, static_cast<size_t>(bytes));
     // As many blocks as the device can hold, but no more than there can be pieces.
     const int room = static_cast<int>(stream.device().sharedPerMultiprocessor) / (bytes + kReservedShared);
-    const int64_t perProcessor = std::max(1, std::min(8, room)), processors = stream.device().multiprocessors;
+    const int64_t perProcessor = std::max(1, std::min(K::kBlocks, room)), processors = stream.device().multiprocessors;
     const int64_t chains = args.batch.rows * args.shape.kvHeads;
     const int64_t blocks = std::min(chains * Parts::most(args.group) * pages, perProcessor * processors);
     // One block joins all pages of a short row, so from some number on segments are faster, however many blocks there
@@ -325,13 +328,16 @@ template <KvType kType> void chooseKernel(Stream& stream, const Args& args, int6
         else launchFewRows<decltype(many)>(stream, args, pages);
     };
     switch (args.shape.headDim) {
-    case 64: return launch(Kind<kType, 2, 4, true>(), Kind<kType, 2, 8, true>());
-    case 128: return launch(Kind<kType, 4, 4, true>(), Kind<kType, 4, 8, true>());
-    case 256: return launch(Kind<kType, 8, 4, true>(), Kind<kType, 8, 8, true>());
+    case 64: return launch(Kind<kType, 2, 4, true, 4>(), Kind<kType, 2, 8, true, 4>());
+    case 128:
+        // With many rows, more warps are better than more registers for each.
+        if (args.batch.rows > kRunRows) return launch(Kind<kType, 4, 4, true, 3>(), Kind<kType, 4, 8, true, 4>());
+        return launch(Kind<kType, 4, 4, true, 3>(), Kind<kType, 4, 8, true, 3>());
+    case 256: return launch(Kind<kType, 8, 4, true, 3>(), Kind<kType, 8, 8, true, 3>());
     default: break;
     }
-    if (args.shape.headDim <= 128) launchFewRows<Kind<kType, 4, 4, false>>(stream, args, pages);
-    else launchFewRows<Kind<kType, 8, 4, false>>(stream, args, pages);
+    if (args.shape.headDim <= 128) launchFewRows<Kind<kType, 4, 4, false, 3>>(stream, args, pages);
+    else launchFewRows<Kind<kType, 8, 4, false, 3>>(stream, args, pages);
 }
 
 // Each in a source of its own.

@@ -18,12 +18,12 @@ constexpr int kRunRows = 8, kMaxRows = static_cast<int>(kDecodeLaunchRows);
 constexpr int kLineBytes = 128, kChunkBytes = kPageTokens * kLineBytes;
 
 // What a kernel is compiled for. kWidth: the neighbouring dimensions that a lane owns. kTile: the most queries that a
-// warp computes at once. kWhole: 32 lanes own a whole head; else heads are of any size.
-template <KvType type, int width, int tile, bool whole> struct Kind {
+// warp computes at once. kWhole: 32 lanes own a whole head; else heads are of any size. kBlocks: of a multiprocessor.
+template <KvType type, int width, int tile, bool whole, int blocks> struct Kind {
     static constexpr KvType kType = type;
     static constexpr int kWidth = width, kTile = tile;
     static constexpr bool kWhole = whole;
-    static constexpr int kBlocks = width == 2 ? 4 : 3;  // of a multiprocessor, as far as registers go
+    static constexpr int kBlocks = blocks;
     // With short rows, a tile's queries are spread over the warps.
     static constexpr int kShare = tile < kWarps ? 1 : tile / kWarps;
 
@@ -78,6 +78,10 @@ struct Layout {
         runs = rows + kMaxRows * 8;
         flags = runs + kMaxRows * 16;
         total = flags + 32;
+    }
+    // Whether a block has room for the values of a short row's page beside its keys.
+    __host__ __device__ bool keepsValues() const {
+        return chunks * kChunkBytes + kPageTokens * rowBytes <= kWarps * region;
     }
 };
 
