@@ -123,8 +123,9 @@ OVERLAP_LOSS, DECODE_OVERLAP_LOSS = 0.15, 0.45
 SECOND_ROW = 0.2
 # What products of this many rows take on the GPU if each row keeps its bits, in multiples of what reading their weights
 # takes: those of steps, and of exact prompts. Measured with an 8B model in Q4_K_M on an H200. A tile of the kernels has
-# 8, 16 or 32 rows.
-ROWS, ROWS_COST = (1, 2, 4, 8, 16, 17, 32, 64, 128, 512), (1.0, 1.2, 1.7, 1.8, 2.2, 3.6, 4.0, 7.0, 14.0, 57.0)
+# 8, 16, 24 or 32 rows.
+ROWS = (1, 2, 4, 8, 16, 17, 24, 25, 32, 33, 48, 49, 64, 128, 512)
+ROWS_COST = (1.0, 1.2, 1.7, 1.8, 2.2, 2.9, 3.0, 3.8, 4.0, 5.8, 5.9, 6.9, 7.0, 14.0, 57.0)
 # From this many rows on, rows are grouped by expert, and products of experts take this many times as long. Measured
 # with a mixture of 128 experts a layer on an H100.
 GROUPED_FROM, GROUPED_COST = 3, 1.9

@@ -66,8 +66,8 @@ template <DType D> void launchMmaGated(Stream& stream, GatedProduct p) {
     };
     // Rows of both matrices.
     const auto countRows = [&](int64_t rows) { return (2 * p.hidden + rows - 1) / rows; };
-    withMmaTile<D>(stream, {p.rows, p.cols, p.x.quantized.wide.codes != nullptr}, (kContractBlock + 4) * sizeof(float),
-                   countRows, [&](auto shape) {
+    withMmaTile<D>(stream, {p.rows, p.cols, p.x.quantized.wide.first, p.x.quantized.wide.codes != nullptr},
+                   (kContractBlock + 4) * sizeof(float), countRows, [&](auto shape) {
                        using Tile = typename decltype(shape)::Tile;
                        const int64_t columnTiles = (p.rows + Tile::kColumns - 1) / Tile::kColumns,
                                      atOnce = int64_t{stream.device().multiprocessors} * Tile::kMinBlocks;

@@ -24,11 +24,26 @@ template <typename Tile, typename Fits> StreamRoom streamRoom(int cols, const Fi
     return {};
 }
 
+// What a tile is chosen for.
+struct MmaCall {
+    int rows, cols;   // of activations
+    int firstColumn;  // of the first row among WideColumns
+    bool canArrange;  // there is room for WideColumns
+};
+
+// Whether there are WideColumns for all tiles of so many. There are whole bundles.
+inline bool haveColumns(const MmaCall& call, int columns) {
+    const auto up = [](int n, int to) { return (n + to - 1) / to * to; };
+    const int first = call.firstColumn % WideColumns::kBundle;
+    return first + up(call.rows, columns) <= up(first + call.rows, WideColumns::kBundle);
+}
+
 // Calls f(MmaShape<Tile>{}) with the stream tile whose rounds of blocks cost least, and returns true; or returns false,
 // if none fits in the device's shared memory. fits(bytes, columns); count(n): how many tiles of n weight rows there
 // are.
 template <DType D, typename Fits, typename Count, typename F>
-bool withStreamTile(const Stream& stream, int rows, int cols, const Fits& fits, const Count& count, F&& f) {
+bool withStreamTile(const Stream& stream, const MmaCall& call, const Fits& fits, const Count& count, F&& f) {
+    const int rows = call.rows, cols = call.cols;
     if (!StreamTile<D, 1, 1>::takes(cols)) return false;
     const int64_t atOnce = stream.device().multiprocessors;
     // Visits the tiles, each with what a weight row costs in it, relative to the others (gate and up of an 8B, H200).
@@ -40,7 +55,10 @@ bool withStreamTile(const Stream& stream, int rows, int cols, const Fits& fits, 
             visit(MmaShape<StreamTile<D, 2, 1>>{}, 1.54);
             visit(MmaShape<StreamTile<D, 2, 2>>{}, 1.25);
         }
-        if (rows > 16) visit(MmaShape<StreamTile<D, 4, 1>>{}, 2.1);
+        if (rows > 16) {
+            if (haveColumns(call, StreamTile<D, 3, 2>::kColumns)) visit(MmaShape<StreamTile<D, 3, 2>>{}, 1.6);
+            visit(MmaShape<StreamTile<D, 4, 1>>{}, 2.1);
+        }
     };
     double least = 0;
     int best = -1, n = 0;
@@ -60,12 +78,6 @@ bool withStreamTile(const Stream& stream, int rows, int cols, const Fits& fits, 
     return best >= 0;
 }
 
-// What a tile is chosen for.
-struct MmaCall {
-    int rows, cols;   // of activations
-    bool canArrange;  // there is room for WideColumns
-};
-
 // Calls f(MmaShape<Tile>{}) with the tile for a call. Rare types take an MmaTile. So do rows of which a plane does not
 // begin at a multiple of StreamPlane::kPiece. sparePerColumn: bytes of shared memory that the kernel takes besides the
 // tile's.
@@ -76,7 +88,7 @@ void withMmaTile(const Stream& stream, const MmaCall& call, size_t sparePerColum
         return bytes + static_cast<int64_t>(sparePerColumn) * columns <= most;
     };
     if constexpr (!isRareType(D))
-        if (call.canArrange && withStreamTile<D>(stream, call.rows, call.cols, fits, count, f)) return;
+        if (call.canArrange && withStreamTile<D>(stream, call, fits, count, f)) return;
     using Four = MmaTile<D, 4>;
     if (call.rows > 8 && fits(Four::sharedBytes(call.cols), Four::kColumns)) return f(MmaShape<Four>{});
     f(MmaShape<MmaTile<D, 1>>{});

@@ -57,22 +57,24 @@ template <DType D> void launchMmaProducts(Stream& stream, Products& p) {
         for (int i = 0; i < p.count; ++i) all += (p.product[i].rows + rows - 1) / rows;
         return all;
     };
-    withMmaTile<D>(stream, {p.rows, p.cols, p.x.quantized.wide.codes != nullptr}, 0, count, [&](auto shape) {
-        using Tile = typename decltype(shape)::Tile;
-        constexpr int kRows = Tile::kGroupRows * Tile::kGroups;
-        const int64_t columnTiles = (p.rows + Tile::kColumns - 1) / Tile::kColumns;
-        const int64_t atOnce = int64_t{stream.device().multiprocessors} * Tile::kMinBlocks;
-        p.groups = mmaItems([&](int64_t items) { return count(kRows * items); }, mmaMostItems(Tile::kIsStream),
-                            mmaStart(Tile::kIsStream), columnTiles, atOnce);
-        int64_t blocks = 0;
-        for (int i = 0; i < p.count; ++i) {
-            blocks += (p.product[i].rows + kRows * p.groups - 1) / (kRows * p.groups);
-            p.product[i].endBlock = static_cast<int32_t>(blocks);
-        }
-        if (Tile::kIsStream) arrangeColumns(stream, p.x.quantized, p.rows, p.cols);
-        p.room = shape.room;
-        launchMma<Tile>(stream, mmaProductKernel<Tile>, blocks * columnTiles, p);
-    });
+    withMmaTile<D>(stream, {p.rows, p.cols, p.x.quantized.wide.first, p.x.quantized.wide.codes != nullptr}, 0, count,
+                   [&](auto shape) {
+                       using Tile = typename decltype(shape)::Tile;
+                       constexpr int kRows = Tile::kGroupRows * Tile::kGroups;
+                       const int64_t columnTiles = (p.rows + Tile::kColumns - 1) / Tile::kColumns;
+                       const int64_t atOnce = int64_t{stream.device().multiprocessors} * Tile::kMinBlocks;
+                       p.groups =
+                           mmaItems([&](int64_t items) { return count(kRows * items); }, mmaMostItems(Tile::kIsStream),
+                                    mmaStart(Tile::kIsStream), columnTiles, atOnce);
+                       int64_t blocks = 0;
+                       for (int i = 0; i < p.count; ++i) {
+                           blocks += (p.product[i].rows + kRows * p.groups - 1) / (kRows * p.groups);
+                           p.product[i].endBlock = static_cast<int32_t>(blocks);
+                       }
+                       if (Tile::kIsStream) arrangeColumns(stream, p.x.quantized, p.rows, p.cols);
+                       p.room = shape.room;
+                       launchMma<Tile>(stream, mmaProductKernel<Tile>, blocks * columnTiles, p);
+                   });
 }
 
 }  // namespace sharpi::cuda

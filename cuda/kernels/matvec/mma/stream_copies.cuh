@@ -125,6 +125,7 @@ public:
                        block = first / WideColumns::kBundle * static_cast<uint32_t>(shape.blocks) + Layout::warp();
         _codes = x.codes + block * WideColumns::kCodeBytes + column * 16;
         _ends = reinterpret_cast<const uint8_t*>(x.ends + block * WideColumns::kEndFloats + column);
+        _ofFirst = WideColumns::kBundle - static_cast<int>(column);
     }
     // Begins the copies of the next step to the next stage, and closes their group. The first step comes after the
     // last. Blocks past the row's end repeat its last one.
@@ -142,7 +143,8 @@ public:
                 const int at = n + lane, from = at / kColumns * WideColumns::kBundle + at % kColumns;
                 if (kPieces % 32 != 0 && at >= kPieces) break;
                 copyPastL1<16>(codes + turn * kWarps * Layout::kBlockBytes + at * 16,
-                               _codes + (block * WideColumns::kCodeBytes + from * 16));
+                               _codes + (block * WideColumns::kCodeBytes + from * 16) +
+                                   toNextBundle(at % kColumns, shape.blocks * WideColumns::kCodeBytes, 16));
             }
         }
         // The ends of all turns.
@@ -155,7 +157,8 @@ public:
             const int from = kFields == 3 && field > 0 ? field + 1 : field;
             copyPastL1<16>(ends + turn * kWarps * Layout::kEndBytes + at % (kFields * kQuads) * 16,
                            _ends + min(turn * kWarps, last) * (WideColumns::kEndFloats * 4) +
-                               from * (WideColumns::kBundle * 4) + at % kQuads * 16);
+                               from * (WideColumns::kBundle * 4) + at % kQuads * 16 +
+                               toNextBundle(at % kQuads * 4, shape.blocks * (WideColumns::kEndFloats * 4), 4));
         }
         closeCopies();
         if (++_stage == shape.stages) _stage = 0;
@@ -167,7 +170,15 @@ public:
     }
 
 private:
+    // Bytes to where a tile's column is, from where it would be if it were in the bundle of the first. each: bytes of a
+    // column.
+    __device__ __forceinline__ int toNextBundle(int column, int bundleBytes, int each) const {
+        if (WideColumns::kBundle % kColumns == 0) return 0;  // tiles have columns of one bundle
+        return column < _ofFirst ? 0 : bundleBytes - WideColumns::kBundle * each;
+    }
+
     const uint8_t *_codes, *_ends;
+    int _ofFirst;               // columns, from the tile's first on, of the first's bundle
     int _step = 0, _stage = 0;  // to copy next
 };
 

@@ -28,15 +28,14 @@ template <DType D, typename Layout> class StreamMultiplier {
     using ColumnFragment = typename Numbers::ColumnFragment;
     using Product = typename Numbers::Product[kOwn];
 
-    // A unit is two products: those of two tiles, or, if there is but one tile, of two turns.
-    static constexpr bool kHasPairs = kTiles > 1;
-    static constexpr int kInner = kHasPairs ? kTiles / 2 : 1, kUnits = kTurns * kTiles / 2, kFirst = kHasPairs ? 1 : 2;
-    static __device__ __forceinline__ constexpr int turnOf(int unit, int k) {
-        return kHasPairs ? unit / kInner : 2 * unit + k;
-    }
-    static __device__ __forceinline__ constexpr int tileOf(int unit, int k) {
-        return kHasPairs ? unit % kInner * 2 + k : 0;
-    }
+    // A unit is two products, of neighbouring tiles or turns: those of a turn's tiles, then those of the next turn's.
+    static constexpr int kUnits = kTurns * kTiles / 2, kFirst = kTiles > 1 ? 1 : 2;
+    static_assert(kTurns * kTiles % 2 == 0);
+    static __device__ __forceinline__ constexpr int turnOf(int unit, int k) { return (2 * unit + k) / kTiles; }
+    static __device__ __forceinline__ constexpr int tileOf(int unit, int k) { return (2 * unit + k) % kTiles; }
+    // Bytes from the first product's columns to the second's, if both are of one turn, and if they are not.
+    static constexpr int kNextTile = kMmaColumns * 16,
+                         kNextTurn = kWarps * Layout::kBlockBytes - (kTiles - 1) * kNextTile;
 
 public:
     using Sums = float[kTurns][kTiles][kOwn][4];
@@ -56,12 +55,15 @@ public:
         _numbers = numbers + row * kRowBytes;
         _written = numbers + _ownTurn * kTurnBytes + ownRow * kRowBytes;
         // B's four matrices: both halves of a block, of both products of a unit.
-        _columns = columns + warp * Layout::kBlockBytes + lane / 8 % 2 * (Layout::kColumns * 16) + lane % 8 * 16 +
-                   lane / 16 * (kHasPairs ? kMmaColumns * 16 : kWarps * Layout::kBlockBytes);
+        const uint32_t first =
+            columns + warp * Layout::kBlockBytes + lane / 8 % 2 * (Layout::kColumns * 16) + lane % 8 * 16;
+        _columns = first + lane / 16 * kNextTile;
+        _columnsOfTwoTurns = first + lane / 16 * kNextTurn;
         _ends = columns + Layout::kEndsAt + warp * Layout::kEndBytes + lane % 4 * 8;
         keep(_numbers);
         keep(_written);
         keep(_columns);
+        keep(_columnsOfTwoTurns);
         keep(_ends);
     }
 
@@ -111,7 +113,7 @@ public:
                 begin(next, flow);
             } else {
 #pragma unroll
-                for (int k = 0; k < kFirst; ++k)
+                for (int k = 0; k < 2; ++k)
                     if (tileOf(unit + 1, k) == 0) loadWeights(at, turnOf(unit + 1, k), weights[turnOf(unit + 1, k)]);
                 loadColumns(at, unit + 1, columns[unit + 1]);
             }
@@ -163,8 +165,9 @@ private:
         }
     }
     __device__ __forceinline__ void loadColumns(const StreamStep& at, int unit, ColumnFragment& x) const {
-        loadFragments(x.b, _columns + at.stage + turnOf(unit, 0) * (kWarps * Layout::kBlockBytes) +
-                               tileOf(unit, 0) * (kMmaColumns * 16));
+        const bool isOneTurn = turnOf(unit, 0) == turnOf(unit, 1);
+        loadFragments(x.b, (isOneTurn ? _columns : _columnsOfTwoTurns) + at.stage +
+                               turnOf(unit, 0) * (kWarps * Layout::kBlockBytes) + tileOf(unit, 0) * (kMmaColumns * 16));
 #pragma unroll
         for (int k = 0; k < 2; ++k)
             x.ends[k] = Numbers::readColumns(
@@ -217,7 +220,7 @@ private:
 
     int _place, _ownTurn;  // of the warp's blocks in their superblocks; the turn whose numbers the lane writes
     SharedPlanes _codes, _scales;
-    uint32_t _numbers, _written, _columns, _ends;
+    uint32_t _numbers, _written, _columns, _columnsOfTwoTurns, _ends;
 };
 
 }  // namespace sharpi::cuda

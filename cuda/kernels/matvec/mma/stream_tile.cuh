@@ -1,5 +1,6 @@
-// Products of quantized weights with up to 8, 16 or 32 rows of activations on the int8 tensor cores (compute capability
-// 8.0 and above), bit for bit as core/contract.h defines them. mma_tile.cuh says how one mma.sync becomes one block.
+// Products of quantized weights with up to 8, 16, 24 or 32 rows of activations on the int8 tensor cores (compute
+// capability 8.0 and above), bit for bit as core/contract.h defines them. mma_tile.cuh says how one mma.sync becomes
+// one block.
 //
 // An *item* is kOwn times 16 weight rows, and a *step* 32 neighbouring blocks of them, as they lie in the packed
 // matrix. Steps run on from one item to the next, through a ring of *slots* in shared memory. All warps copy: each some
