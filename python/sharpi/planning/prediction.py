@@ -125,7 +125,7 @@ SECOND_ROW = 0.2
 # takes: those of steps, and of exact prompts. Measured with an 8B model in Q4_K_M on an H200. A tile of the kernels has
 # 8, 16, 24 or 32 rows.
 ROWS = (1, 2, 4, 8, 16, 17, 24, 25, 32, 33, 48, 49, 64, 128, 512)
-ROWS_COST = (1.0, 1.2, 1.7, 1.8, 2.2, 2.9, 3.0, 3.8, 4.0, 5.8, 5.9, 6.9, 7.0, 14.0, 57.0)
+ROWS_COST = (1.0, 1.2, 1.7, 1.8, 2.2, 2.9, 3.0, 3.5, 3.6, 5.0, 5.4, 6.7, 6.8, 13.7, 57.0)
 # From this many rows on, rows are grouped by expert, and products of experts take this many times as long. Measured
 # with a mixture of 128 experts a layer on an H100.
 GROUPED_FROM, GROUPED_COST = 3, 1.9
