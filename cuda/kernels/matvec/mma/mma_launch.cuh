@@ -84,8 +84,11 @@ bool withStreamTile(const Stream& stream, const MmaCall& call, const Fits& fits,
 template <DType D, typename Count, typename F>
 void withMmaTile(const Stream& stream, const MmaCall& call, size_t sparePerColumn, const Count& count, F&& f) {
     const auto most = static_cast<int64_t>(stream.device().sharedPerBlock);
+    // Behind a kernel's own shared memory, what is asked for at its launch may be aligned to as much as this.
+    constexpr int64_t kAlignment = 1024;
     const auto fits = [&](int64_t bytes, int columns) {
-        return bytes + static_cast<int64_t>(sparePerColumn) * columns <= most;
+        const int64_t spare = static_cast<int64_t>(sparePerColumn) * columns;
+        return bytes + (spare + kAlignment - 1) / kAlignment * kAlignment <= most;
     };
     if constexpr (!isRareType(D))
         if (call.canArrange && withStreamTile<D>(stream, call, fits, count, f)) return;
