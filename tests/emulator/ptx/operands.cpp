@@ -37,7 +37,7 @@ const std::map<std::string_view, Special>& specials() {
 }
 
 // Where what a launch asks for in shared memory is until the sizes of all variables are known: it comes after them.
-constexpr size_t kDynamic = 0x40000000, kDynamicAlignment = 1024;
+constexpr size_t kDynamic = 0x40000000;
 
 }  // namespace
 
@@ -201,7 +201,10 @@ bool Operands::findSymbol(const std::string& name, Space& space, size_t& at) {
 
 // Variables are laid out in the order of their first use.
 size_t Operands::placeShared(const std::string& name, const Variable& variable) {
-    if (variable.bytes == 0) return kDynamic;
+    if (variable.bytes == 0) {
+        _dynamicAlignment = std::max(_dynamicAlignment, variable.alignment);
+        return kDynamic;
+    }
     const auto [found, isNew] = _sharedAt.try_emplace(name, 0);
     if (isNew) {
         size_t& bytes = kernel().sharedBytes;
@@ -223,7 +226,7 @@ Operand Operands::symbolAddress(Space space, size_t at, int bytes) {
 
 void Operands::layOutShared() {
     Kernel& made = kernel();
-    if (!_dynamicConstants.empty()) made.sharedBytes = roundedUp(made.sharedBytes, kDynamicAlignment);
+    if (!_dynamicConstants.empty()) made.sharedBytes = roundedUp(made.sharedBytes, _dynamicAlignment);
     for (const auto& [at, operand] : _dynamicConstants) {
         const auto moved = static_cast<uint32_t>(at - kDynamic + made.sharedBytes);
         for (int l = 0; l < kLanes; ++l) std::memcpy(made.constants.data() + (operand & ~1) + l * 4, &moved, 4);

@@ -52,6 +52,7 @@ private:
     std::map<std::string, size_t> _parameters, _local, _sharedAt;
     std::map<std::string, Variable> _shared;
     std::map<size_t, Operand> _dynamicConstants;
+    size_t _dynamicAlignment = 1;
 };
 
 }  // namespace sharpi::emulator

@@ -31,7 +31,7 @@ struct MmaCall {
     bool canArrange;  // there is room for WideColumns
 };
 
-// Whether there are WideColumns for all tiles of so many. There are whole bundles.
+// Whether tiles of `columns` columns read none that were not written: WideColumns end with a whole bundle.
 inline bool haveColumns(const MmaCall& call, int columns) {
     const auto up = [](int n, int to) { return (n + to - 1) / to * to; };
     const int first = call.firstColumn % WideColumns::kBundle;
@@ -84,11 +84,8 @@ bool withStreamTile(const Stream& stream, const MmaCall& call, const Fits& fits,
 template <DType D, typename Count, typename F>
 void withMmaTile(const Stream& stream, const MmaCall& call, size_t sparePerColumn, const Count& count, F&& f) {
     const auto most = static_cast<int64_t>(stream.device().sharedPerBlock);
-    // Behind a kernel's own shared memory, what is asked for at its launch may be aligned to as much as this.
-    constexpr int64_t kAlignment = 1024;
     const auto fits = [&](int64_t bytes, int columns) {
-        const int64_t spare = static_cast<int64_t>(sparePerColumn) * columns;
-        return bytes + (spare + kAlignment - 1) / kAlignment * kAlignment <= most;
+        return bytes + static_cast<int64_t>(sparePerColumn) * columns <= most;
     };
     if constexpr (!isRareType(D))
         if (call.canArrange && withStreamTile<D>(stream, call, fits, count, f)) return;
