@@ -53,6 +53,7 @@ public:
         : _shape(model.shape),
           _rank(model.rank),
           _pages((c.tokens + kPage - 1) / kPage),
+          _texts(c.sequences),
           _bytes(static_cast<size_t>(c.sequences * _pages * kPage * _shape.kvHeads * _shape.headDim) * 2),
           _copies(std::max<size_t>(1, std::min<size_t>(64, kBeyondCache / (2 * _bytes)))),
           _k(_bytes * _copies, 0x3c),
@@ -82,14 +83,20 @@ public:
         KvPages pages = {KvType::BF16, _shape.kvHeads, _shape.headDim, kPage, _k.data + at, _v.data + at};
         pages.valuePrefix = _rank;
         if (_rank) pages.v = nullptr;
-        const BatchRows batch = {_rows, _positions->data, _sequences->data, _table->data, _pages, _pages};
+        const BatchRows batch = {_rows,
+                                 _positions->data,
+                                 _sequences->data,
+                                 _table->data,
+                                 _pages,
+                                 _pages,
+                                 {_pages, _pages * _texts, _rows / _texts}};
         attentionDecode(stream, _q.data, _shape, {0.1f, {}}, batch, pages, _scratch.data, {_out.data, {}, {}});
     }
 
 private:
     HeadShape _shape;
     int32_t _rank;
-    int64_t _pages;
+    int64_t _pages, _texts;
     size_t _bytes, _copies;
     Buffer<uint8_t> _k, _v;
     int64_t _rows;
@@ -114,9 +121,9 @@ void measureAll(Stream& stream, const std::string& wanted) {
         {"32 heads over 2 of 128", {32, 2, 128}},       {"64 heads over 8 of 64", {64, 8, 64}},
         {"16 heads over 2 of 256", {16, 2, 256}},       {"20 heads over a latent", {20, 1, 576}, 512},
         {"128 heads over a latent", {128, 1, 576}, 512}};
-    const std::vector<Case> cases = {{256, 1, 1},  {320, 1, 1},   {1024, 1, 1},   {2048, 1, 1}, {4096, 1, 1},
-                                     {8192, 1, 1}, {32000, 1, 1}, {131072, 1, 1}, {8192, 1, 3}, {32000, 1, 5},
-                                     {256, 64, 1}, {2048, 8, 1},  {2048, 64, 1}};
+    const std::vector<Case> cases = {{256, 1, 1},   {320, 1, 1},   {1024, 1, 1},  {2048, 1, 1},   {4096, 1, 1},
+                                     {8192, 1, 1},  {16384, 1, 1}, {32000, 1, 1}, {131072, 1, 1}, {8192, 1, 3},
+                                     {32000, 1, 5}, {256, 64, 1},  {2048, 8, 1},  {2048, 64, 1}};
     std::printf("%-24s %8s %9s %5s %9s %8s %9s\n", "bf16 cache", "tokens", "sequences", "rows", "us", "GB/s", "share");
     for (const Model& model : models) {
         if (std::string(model.name).find(wanted) == std::string::npos) continue;

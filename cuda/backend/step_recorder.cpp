@@ -38,7 +38,7 @@ void StepRecorder::clear() {
 
 StepRecorder::Shape StepRecorder::shapeOf(Pass which) const {
     const bool inSteps = !_pass.limits.recurrent() || _pass.statesInSteps();
-    return {which, _pass.view.rows, _pass.logitRows, inSteps};
+    return {which, _pass.view.rows, _pass.logitRows, inSteps, _pass.view.exact.depth};
 }
 
 // The steps of one text have few rows, and their numbers of rows come again. Other numbers are recorded when they do.

@@ -1,5 +1,5 @@
 // Records steps and replays them. A step's launches are captured once for each shape: a kind of pass, a number of rows,
-// a number of rows that want logits. What the host does beside the launches is recorded with them.
+// a number of rows that want logits, a length of texts. What the host does beside the launches is recorded with them.
 //
 // A record serves its own number of rows only. A larger record with idle rows would have to keep these from writing
 // pages and states and from choosing experts, and would save only captures, of which there are few: when the limit on
@@ -41,8 +41,8 @@ private:
         HostWork work{HostWork::When::Later};
         int64_t used = 0;  // when it was replayed last, in steps that were asked for
     };
-    // Rows, rows that want logits, and whether recurrent layers take all rows in one launch.
-    using Shape = std::tuple<Pass, int64_t, int64_t, bool>;
+    // Rows, rows that want logits, whether recurrent layers take all rows in one launch, and how long texts are.
+    using Shape = std::tuple<Pass, int64_t, int64_t, bool, cuda::BatchDepth>;
     Shape shapeOf(Pass which) const;
     const Step* recorded(Pass which, const std::function<void()>& body);
     bool worthRecording(const Shape& shape);

@@ -44,6 +44,19 @@ BatchNumbers::BatchNumbers(const Room& room) : _room(room) {
     _tables = take(room.sequences * room.lists * room.pages);
 }
 
+// Upper bounds become powers of two, and `all` the nearest power of two or one and a half of one. Up to kShallow pages
+// in all make no difference.
+static cuda::BatchDepth rounded(const cuda::BatchDepth& exact) {
+    constexpr int64_t kShallow = 128;
+    cuda::BatchDepth depth{kShallow, kShallow, 1};
+    if (exact.all <= kShallow) return depth;
+    while (depth.deepest < exact.deepest) depth.deepest *= 2;
+    while (depth.rowsOfText < exact.rowsOfText) depth.rowsOfText *= 2;
+    while (exact.all * 4 >= depth.all * 7) depth.all *= 2;
+    if (exact.all * 4 >= depth.all * 5) depth.all = depth.all / 2 * 3;
+    return depth;
+}
+
 // One call of fill().
 class BatchNumbers::Writer {
 public:
@@ -79,6 +92,7 @@ public:
     int64_t mostExact() const { return _mostExact; }
     int64_t mostFast() const { return _mostFast; }
     int64_t fastSequences() const { return _fastSequences; }
+    cuda::BatchDepth depth() const { return rounded({_deepest, _allPages, _mostExact}); }
     int64_t queryTiles() const { return _queryTiles; }
     int64_t stateTiles() const { return _stateTiles; }
 
@@ -106,8 +120,11 @@ private:
         }
         std::fill(to(_layout._sequence) + begin, to(_layout._sequence) + end, number(_sequences));
         ++_sequences;
-        if (begin < _exactRows) ++_exactSequences, _mostExact = std::max(_mostExact, end - begin);
-        else require(++_fastSequences <= room.fastSequences, "prompts", room.fastSequences);
+        if (begin < _exactRows) {
+            ++_exactSequences, _mostExact = std::max(_mostExact, end - begin);
+            _deepest = std::max(_deepest, pages), _allPages += pages;
+        }
+        if (begin >= _exactRows) require(++_fastSequences <= room.fastSequences, "prompts", room.fastSequences);
         if (begin >= _exactRows) _mostFast = std::max(_mostFast, end - begin);
     }
 
@@ -158,7 +175,7 @@ private:
     const int64_t _exactRows;
     int32_t* const _host;
     int64_t _used = 0, _sequences = 0, _mostExact = 0, _mostFast = 0, _exactSequences = 0, _fastSequences = 0,
-            _queryTiles = 0, _stateTiles = 0;
+            _queryTiles = 0, _stateTiles = 0, _deepest = 0, _allPages = 0;
 };
 
 BatchNumbers::Filled BatchNumbers::fill(const Batch& batch, const KvCache& kv, int64_t exactRows, int32_t* host,
@@ -180,7 +197,7 @@ BatchNumbers::Filled BatchNumbers::fill(const Batch& batch, const KvCache& kv, i
     view.sources = from(_sources);
     view.joined = from(_joined);
     const int64_t table = _room.lists * _room.pages;
-    view.exact = {exactRows, from(_positions), from(_sequence), from(_tables), table, _room.pages};
+    view.exact = {exactRows, from(_positions), from(_sequence), from(_tables), table, _room.pages, writer.depth()};
     view.fast = {view.fastRows(), from(_positions, exactRows), from(_sequence, exactRows), from(_tables), table,
                  _room.pages};
     view.exactStates = {

@@ -1,11 +1,29 @@
 // Attention over the paged KV cache, and the preparation of its inputs.
 #pragma once
 
+#include <tuple>
+
 #include "core/rules/attention_reach.h"
 #include "kernels/rows/rows.h"
 #include "memory/kv_pages.h"
 
 namespace sharpi::cuda {
+
+// How long the texts of decode rows are, by which attention chooses its kernel. Rounded, so that few steps have to be
+// captured for it. Zeros: not known.
+struct BatchDepth {
+    int64_t deepest = 0;     // pages: no text has more
+    int64_t all = 0;         // pages: about as many have all texts together
+    int64_t rowsOfText = 0;  // no text has more rows
+
+    // That of `count` of `rows` rows.
+    BatchDepth part(int64_t count, int64_t rows) const {
+        return {deepest, rows > 0 ? all * count / rows : 0, rowsOfText};
+    }
+    bool operator<(const BatchDepth& other) const {
+        return std::tie(deepest, all, rowsOfText) < std::tie(other.deepest, other.all, other.rowsOfText);
+    }
+};
 
 // The rows of a batch as kernels see them. All that changes from step to step is in device memory, where no kernel
 // writes it: it may be read before waitForPrevious().
@@ -16,10 +34,12 @@ struct BatchRows {
     const int32_t* pageTables = nullptr;  // [sequences, pagesPerTable]
     int64_t pagesPerTable = 0;            // of all lists of a sequence's pages
     int64_t listPages = 0;                // of one list: the most pages of a sequence, and how far the next list is
+    BatchDepth depth = {};
 
     // Rows [first, first + count) of these. The page tables stay, since they belong to sequences.
     BatchRows from(int64_t first, int64_t count) const {
-        return {count, positions + first, sequence + first, pageTables, pagesPerTable, listPages};
+        return {count,         positions + first, sequence + first,       pageTables,
+                pagesPerTable, listPages,         depth.part(count, rows)};
     }
 };
 

@@ -12,14 +12,20 @@
 // numbers, if no piece has to wait for another, and all others from a counter. The block that finishes the last piece
 // of a batch joins the batch to the earlier ones. The slots of a joined batch are used again, so the scratch does not
 // grow with the context. The grid depends on the batch's shape and the table's width alone: the number of pages is read
-// from the positions on the device, so that a captured step serves every length. With a window or chunks a row's work
-// begins at the page of the first key that it sees. Pieces are still cut at absolute segments.
+// from the positions on the device, so that a captured step serves every length of its depth. With a window or chunks a
+// row's work begins at the page of the first key that it sees. Pieces are still cut at absolute segments.
 //
 // A dot product is one chain over the dimensions, so a lane computes whole dot products: those of two keys with up to
 // eight queries, which come from shared memory as broadcasts. Keys pass through shared memory in chunks of 128 bytes,
 // because a lane that read its key directly would touch as many cache lines as there are lanes. Values do not: a lane
 // owns kWidth neighbouring dimensions, runs over the keys, and reads the next ones while it adds. Shared memory is what
 // limits the warps of a multiprocessor, so a page's weights and outputs lie where its keys were.
+//
+// With more segments than the device has room for, what a block does once for each would take half of its time:
+// finding it, joining its pages, counting it. Then each warp takes segments by itself (decode_deep.cuh): pages come to
+// it through a ring that runs on from segment to segment, it joins their pages in registers, and a second kernel joins
+// the segments. A warp waits for no other. Segments that exceed the slots are computed in rounds. The host chooses, by
+// how long it knows the texts to be (BatchDepth), since a captured step cannot.
 //
 // Latent attention has kernels of its own (attention_latent.cu).
 #include "kernels/attention/decode_kernel.cuh"
@@ -56,18 +62,12 @@ void attentionDecode(Stream& stream, const float* q, const HeadShape& shape, con
     const auto inverse = static_cast<uint32_t>(group == 1 ? 0 : (uint64_t{1} << 32) / group + 1);
     for (int64_t first = 0; first < batch.rows; first += most) {
         const int64_t rows = std::min(most, batch.rows - first);
-        const decode::Args args = {q + first * width,
-                                   shape,
-                                   rule,
-                                   batch.from(first, rows),
-                                   pages,
-                                   {},
-                                   rowsFrom(out, first, width),
-                                   {},
-                                   {},
-                                   group,
-                                   inverse,
-                                   0};
+        decode::Args args = {};
+        args.q = q + first * width;
+        args.shape = shape, args.rule = rule, args.pages = pages;
+        args.batch = batch.from(first, rows);
+        args.out = rowsFrom(out, first, width);
+        args.group = group, args.groupInverse = inverse;
         decode::launchRows(stream, args, scratch);
     }
 }

@@ -3,14 +3,9 @@
 
 #include <algorithm>
 
-#include "kernels/attention/decode_join.cuh"
+#include "kernels/attention/decode_deep.cuh"
 
 namespace sharpi::cuda::decode {
-
-// A tile of up to kTile queries of a piece, which a block computes in one go.
-struct Tile {
-    int first, count;
-};
 
 // A piece as a block computes it.
 template <class K> struct PieceWork {
@@ -302,6 +297,9 @@ template <class K> Layout chooseLayout(const DeviceInfo& device, const Args& arg
 
 // pages: the most that a row sees.
 template <class K> void launchFewRows(Stream& stream, Args args, int64_t pages) {
+    if constexpr (K::kWhole) {
+        if (isDeep<K>(stream, args)) return launchDeep<K>(stream, args);
+    }
     const auto kernel = attendFewRows<K>;
     args.layout = chooseLayout<K>(stream.device(), args);
     const int bytes = args.layout.total;

@@ -9,18 +9,19 @@ namespace sharpi::cuda::decode {
 // address serves all of them.
 
 // Adds the dot products of two keys with kCount queries over a chunk of the dimensions. keys: the lane's line; the
-// second key is 32 lines after the first. query: that of the chunk's first dimension.
-template <KvType kType, int kTile, int kCount>
+// second key is 32 lines of kLine bytes after the first. query: that of the chunk's first dimension.
+template <KvType kType, int kTile, int kCount, int kLine = kLineBytes>
 __device__ __forceinline__ void addDotProducts(const uint8_t* keys, int units, const float* query, int lane,
                                                float2 (&dots)[kCount]) {
     constexpr int kStep = 16 / kKvBytes<kType>;
-    const int turned = (lane & 7) << 4;
+    // How a line's 16-byte units were exchanged.
+    const int turned = (kLine == kLineBytes ? lane & 7 : lane >> 1 & 3) << 4;
 #pragma unroll(kCount <= 2 ? 4 : 2)
     for (int unit = 0; unit < units; unit++) {
         float first[kStep], second[kStep];
         const uint8_t* at = keys + ((unit << 4) ^ turned);
         readElements<kType, kStep>(at, first);
-        readElements<kType, kStep>(at + 32 * kLineBytes, second);
+        readElements<kType, kStep>(at + 32 * kLine, second);
 #pragma unroll
         for (int i = 0; i < kCount; i++) {
 #pragma unroll

@@ -75,6 +75,10 @@ struct Layout {
         while (joined * headDim * 4 > region) joined /= 2;
         queries = kWarps * region;
         rows = queries + tile * headDim * 4;
+        placeRows();
+    }
+    // Places what follows the rows.
+    void placeRows() {
         runs = rows + kMaxRows * 8;
         flags = runs + kMaxRows * 16;
         total = flags + 32;
@@ -83,6 +87,16 @@ struct Layout {
     __host__ __device__ bool keepsValues() const {
         return chunks * kChunkBytes + kPageTokens * rowBytes <= kWarps * region;
     }
+};
+
+// The segments that one launch of the deep kernel computes, and their slots. Those of a limited reach are all computed
+// by the first launch.
+struct Round {
+    int first = 0, slots = 0;  // slots: a power of two
+    bool isOnly = true;
+
+    // Of so many segments.
+    __device__ int count(int segments) const { return isOnly ? segments : max(0, min(segments - first, slots)); }
 };
 
 struct Args {
@@ -98,6 +112,7 @@ struct Args {
     int group;              // heads of a kv head
     uint32_t groupInverse;  // 2^32 / group, rounded up; 0 for a group of 1
     int shortPages;         // a row that sees up to this number of pages is cut at pages
+    Round round = {};
 
     // The row of a query. Queries count the rows of a run and the heads of each.
     __device__ int rowOf(int query) const { return groupInverse ? __umulhi(query, groupInverse) : query; }
@@ -134,7 +149,7 @@ struct Run {
     bool isShort;   // a piece is one page, else one segment
     int firstPage;  // the first page that any row sees
     int keys;       // one more than the largest position
-    int end;        // the pieces of this run and of all before it
+    int end;        // the pieces of this run and of all before it, in this round
 
     // A row without its neighbours. first: the first key that it sees.
     __device__ static Run alone(const Args& args, int row, int position, int sequence, int first) {
@@ -166,7 +181,7 @@ __device__ __forceinline__ void findOnlyRun(const Args& args, const Block& block
     const int sequence = *static_cast<const volatile int32_t*>(args.batch.sequence);
     const int first = position < 0 ? 0 : args.rule.reach.first(position);
     Run run = Run::alone(args, 0, position, sequence, first);
-    run.end = run.pieces();
+    run.end = args.round.count(run.pieces());
     if (block.lane > 0) return;
     block.rows()[0] = {first, run.keys};
     block.runs()[0] = run.packed();
@@ -202,7 +217,7 @@ __device__ __forceinline__ void findRuns(const Args& args, const Block& block) {
             const int keys = __shfl_down_sync(kWholeWarp, max(0, position + 1), i);
             if (i < run.rows) run.firstPage = min(run.firstPage, page), run.keys = max(run.keys, keys);
         }
-        run.end = starts ? run.pieces() : 0;
+        run.end = starts ? args.round.count(run.pieces()) : 0;
         mayWait |= __ballot_sync(kWholeWarp, starts && run.mayWait(args)) != 0;
 #pragma unroll
         for (int width = 1; width < 32 && width < rows; width <<= 1) {
@@ -227,6 +242,8 @@ struct Parts {
     // The most parts that a group may have.
     __host__ __device__ static int most(int group) { return (group + kWarps - 1) / kWarps; }
 
+    // All heads of a group.
+    __device__ explicit Parts(const Args& args) : each(args.group), count(1) {}
     __device__ Parts(const Args& args, const Block& block, int tile) : each(args.group), count(1) {
         if (block.flags().mayWait) return;
         const int pieces = block.flags().pieces * args.shape.kvHeads;
@@ -260,7 +277,7 @@ struct Piece {
         }
         run = Run::from(block.runs()[number]);
         pieces = run.pieces();
-        index = piece - (run.end - pieces);
+        index = args.round.first + piece - (run.end - args.round.count(pieces));
         firstQuery = part * parts.each * run.rows;
         endQuery = min(firstQuery + parts.each * run.rows, run.rows * args.group);
         chain = (run.row * args.shape.kvHeads + kvHead) * parts.count + part;
@@ -269,7 +286,15 @@ struct Piece {
     __device__ int page(int warp) const {
         return run.isShort ? run.firstPage + index : (run.firstSegment() + index) * kSegmentPages + warp;
     }
+    // The pages that any row sees.
+    __device__ int beginPage() const { return run.isShort ? page(0) : max(page(0), run.firstPage); }
+    __device__ int endPage() const { return run.isShort ? page(0) + 1 : min(page(kWarps), run.endPage()); }
     __device__ bool has(int page) const { return page >= run.firstPage && page < run.endPage(); }
+};
+
+// A tile of up to kTile queries of a piece, which are computed in one go.
+struct Tile {
+    int first, count;
 };
 
 // What a row sees of a page: the keys [begin, end) of it.

@@ -41,6 +41,7 @@ chosen for it. All other predictions are without drafts.
 
 In decode, attention counts as bytes of VRAM: those of the keys and values that a token sees, or, if that is more, a
 fixed number for each multiplication of a query with a key, since each of the heads that share a key takes its time.
+Long texts have kernels of their own, with other rates.
 Prefill is predicted for one batch at the beginning of a context. Its efficiency includes attention.
 """
 
@@ -97,6 +98,9 @@ PIECE_BYTES, PIECE_KERNELS = 16 << 20, 1.5
 # as long as one multiplication of a query with a key. Fitted to models with 1, 4 and 8 heads to a KV head, after 8,192
 # to 65,536 tokens.
 KV_EFFICIENCY, BYTES_PER_PRODUCT = 0.6, 2.0
+# The same of the kernels for long texts, and how many tokens more would take as long as these need to begin and to join
+# what their warps found. Fitted to an 8B model after 16,384 to 131,000 tokens.
+LONG_KV_EFFICIENCY, LONG_BYTES_PER_PRODUCT, LONG_START = 1.0, 1.0, 8600
 # What a prompt costs besides: the first copy before there is anything to multiply, and the choice of a token.
 PREFILL_SECONDS = 1e-3
 # The part of a large product's rate that a prompt reaches, with norms, attention and smaller products; measured: 0.71
@@ -376,7 +380,9 @@ def _layers_of(uses: Sequence[Use]) -> tuple[int, int]:
 def after_on_gpu(beside: Beside, spec: Any, kv_dtype: str, tokens: int) -> Beside:
     """`beside` with the attention of a token that sees `tokens` tokens, on the GPU."""
     read, products = spec.kv_bytes_read(kv_dtype, tokens), spec.attention_products(tokens)
-    return beside._replace(attention_bytes=max(read / KV_EFFICIENCY, BYTES_PER_PRODUCT * products))
+    short = max(read / KV_EFFICIENCY, BYTES_PER_PRODUCT * products)
+    long = max(read / LONG_KV_EFFICIENCY, LONG_BYTES_PER_PRODUCT * products) * (1 + LONG_START / max(1, tokens))
+    return beside._replace(attention_bytes=min(short, long))
 
 
 def after_on_cpu(beside: Beside, spec: Any, kv_dtype: str, tokens: int) -> Beside:

@@ -61,6 +61,39 @@ struct World {
 };
 
 using List = std::vector<int32_t>;
+using List64 = std::vector<int64_t>;
+
+// Up to 128 pages in all make no difference. From there on, the deepest text and the rows of one count up to a power of
+// two, and all texts together as the nearest power of two or one and a half of one.
+TEST(BatchNumbers, DepthIsThatOfTheTextsOfDecodeRows) {
+    const auto depthOf = [](const std::vector<int64_t>& pages, int64_t rows, int64_t promptPages) {
+        World world(false);
+        world.kv = KvCache(world.allocator, {{1, 8}}, KvType::BF16, 600 * 64, RecurrentState(world.allocator, {}, 0));
+        world.room.pages = 600;
+        int64_t exactRows = 0;
+        for (const int64_t count : pages) {
+            world.add(RowKind::Decode, world.held(count * 64 - rows), rows);  // the last rows of the last page
+            exactRows += rows;
+        }
+        if (promptPages) world.add(RowKind::Prompt, world.held(promptPages * 64 - 64), 64);
+        const cuda::BatchDepth depth = world.fill(exactRows).exact.depth;
+        return List64{depth.deepest, depth.all, depth.rowsOfText};
+    };
+    const List64 shallow = {128, 128, 1};
+    EXPECT_EQ(depthOf({1, 3}, 2, 150), shallow);
+    EXPECT_EQ(depthOf({128}, 5, 0), shallow);
+    EXPECT_EQ(depthOf({64, 64}, 1, 0), shallow);
+    EXPECT_EQ(depthOf({}, 1, 150), shallow);
+    EXPECT_EQ(depthOf({129}, 1, 0), (List64{256, 128, 1}));
+    EXPECT_EQ(depthOf({64, 64, 31}, 2, 0), (List64{128, 128, 2}));
+    EXPECT_EQ(depthOf({64, 64, 32}, 3, 0), (List64{128, 192, 4}));
+    EXPECT_EQ(depthOf({129, 66}, 5, 0), (List64{256, 192, 8}));
+    EXPECT_EQ(depthOf({100, 123}, 1, 0), (List64{128, 192, 1}));
+    EXPECT_EQ(depthOf({100, 124}, 1, 0), (List64{128, 256, 1}));
+    EXPECT_EQ(depthOf({319}, 1, 0), (List64{512, 256, 1}));
+    EXPECT_EQ(depthOf({320}, 1, 0), (List64{512, 384, 1}));
+    EXPECT_EQ(depthOf({501}, 1, 0), (List64{512, 512, 1}));
+}
 
 TEST(BatchNumbers, RowsAreThoseOfTheBatch) {
     World world(false);

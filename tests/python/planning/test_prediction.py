@@ -35,6 +35,9 @@ from sharpi.planning.prediction import (
     GROUPED_COST,
     GROUPED_FROM,
     KV_EFFICIENCY,
+    LONG_BYTES_PER_PRODUCT,
+    LONG_KV_EFFICIENCY,
+    LONG_START,
     OTHER_KERNELS,
     OUTPUT_TILE,
     OVERLAP_LOSS,
@@ -219,9 +222,13 @@ def test_types_cost_the_cpu_as_measured() -> None:
 def test_attention_is_bound_by_what_it_reads_or_by_its_products() -> None:
     model, inventory = inventory_of(layers=4)
     homes = inventory.homes(len(inventory.movable))
-    for products, expected in ((10, 50_000_000 / KV_EFFICIENCY), (50_000_000, 50_000_000 * BYTES_PER_PRODUCT)):
-        model.attention_products = lambda tokens, products=products: products if tokens == 50_000 else -1
-        beside = after_on_gpu(inventory.beside, model, "bf16", 50_000)
+    long = 1 + LONG_START / 50_000  # a long text has kernels of its own
+    for tokens, products, expected in ((2_000, 10, 2_000_000 / KV_EFFICIENCY),
+                                       (2_000, 2_000_000, 2_000_000 * BYTES_PER_PRODUCT),
+                                       (50_000, 10, 50_000_000 / LONG_KV_EFFICIENCY * long),
+                                       (50_000, 60_000_000, 60_000_000 * LONG_BYTES_PER_PRODUCT * long)):
+        model.attention_products = lambda seen, tokens=tokens, products=products: products if seen == tokens else -1
+        beside = after_on_gpu(inventory.beside, model, "bf16", tokens)
         assert beside == inventory.beside._replace(attention_bytes=expected)
         seconds = [1 / decode_on_gpu(inventory.uses, homes, MACHINE, beside=each).tokens_per_second
                    for each in (inventory.beside, beside)]
