@@ -97,6 +97,9 @@ void bindDescription(py::module_& m) {
             "attention_products",
             [](const Description& d, int64_t tokens) { return attentionProducts(d.spec, tokens); }, py::arg("tokens"),
             "Multiplications of queries with keys for the last of `tokens` tokens.")
+        .def_property_readonly(
+            "long_attention", [](const Description& d) { return hasLongAttention(d.spec); },
+            "Whether the GPU has kernels for long texts for all of the model's attention.")
         .def_property_readonly("parameter_count", [](const Description& d) { return d.spec.parameters(d.tensors); })
         .def(
             "kv_bytes", [](const Description& d, const EngineOptions& options) { return kvBytes(d.spec, options); },

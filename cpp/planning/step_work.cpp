@@ -56,6 +56,14 @@ int64_t attentionProducts(const ModelSpec& spec, int64_t tokens) {
     return count;
 }
 
+bool hasLongAttention(const ModelSpec& spec) {
+    return std::all_of(spec.layers.begin(), spec.layers.end(), [](const LayerSpec& layer) {
+        if (!layer.attention) return true;
+        const AttentionSpec& a = *layer.attention;
+        return !a.latent && !a.compressor && (a.headDim == 64 || a.headDim == 128 || a.headDim == 256);
+    });
+}
+
 int64_t sharedExperts(const ModelSpec& spec) {
     return std::count_if(spec.layers.begin(), spec.layers.end(),
                          [](const LayerSpec& l) { return l.experts && (l.experts->shared || l.parallel); });

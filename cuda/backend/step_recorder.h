@@ -2,8 +2,8 @@
 // a number of rows that want logits, a length of texts. What the host does beside the launches is recorded with them.
 //
 // A record serves its own number of rows only. A larger record with idle rows would have to keep these from writing
-// pages and states and from choosing experts, and would save only captures, of which there are few: when the limit on
-// records is reached, a new one takes the place of the least recently used.
+// pages and states and from choosing experts, and would save only captures, which take less than a few steps. When the
+// limit on records is reached, a new one takes the place of the least recently used.
 #pragma once
 
 #include <atomic>

@@ -44,12 +44,11 @@ BatchNumbers::BatchNumbers(const Room& room) : _room(room) {
     _tables = take(room.sequences * room.lists * room.pages);
 }
 
-// Upper bounds become powers of two, and `all` the nearest power of two or one and a half of one. Up to kShallow pages
-// in all make no difference.
+// Upper bounds become powers of two, and `all` the nearest power of two or one and a half of one.
 static cuda::BatchDepth rounded(const cuda::BatchDepth& exact) {
-    constexpr int64_t kShallow = 128;
-    cuda::BatchDepth depth{kShallow, kShallow, 1};
-    if (exact.all <= kShallow) return depth;
+    constexpr int64_t kShort = 128;  // pages of all texts together
+    if (exact.all <= kShort) return {};
+    cuda::BatchDepth depth{kShort, kShort, 1};
     while (depth.deepest < exact.deepest) depth.deepest *= 2;
     while (depth.rowsOfText < exact.rowsOfText) depth.rowsOfText *= 2;
     while (exact.all * 4 >= depth.all * 7) depth.all *= 2;
@@ -123,9 +122,10 @@ private:
         if (begin < _exactRows) {
             ++_exactSequences, _mostExact = std::max(_mostExact, end - begin);
             _deepest = std::max(_deepest, pages), _allPages += pages;
+        } else {
+            require(++_fastSequences <= room.fastSequences, "prompts", room.fastSequences);
+            _mostFast = std::max(_mostFast, end - begin);
         }
-        if (begin >= _exactRows) require(++_fastSequences <= room.fastSequences, "prompts", room.fastSequences);
-        if (begin >= _exactRows) _mostFast = std::max(_mostFast, end - begin);
     }
 
     // Appends the tiles of fast rows [begin, end) to a list that has `count`.

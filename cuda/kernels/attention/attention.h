@@ -1,6 +1,7 @@
 // Attention over the paged KV cache, and the preparation of its inputs.
 #pragma once
 
+#include <algorithm>
 #include <tuple>
 
 #include "core/rules/attention_reach.h"
@@ -10,7 +11,7 @@
 namespace sharpi::cuda {
 
 // How long the texts of decode rows are, by which attention chooses its kernel. Rounded, so that few steps have to be
-// captured for it. Zeros: not known.
+// captured for it. Zeros: short, or not known.
 struct BatchDepth {
     int64_t deepest = 0;     // pages: no text has more
     int64_t all = 0;         // pages: about as many have all texts together
@@ -18,7 +19,9 @@ struct BatchDepth {
 
     // That of `count` of `rows` rows.
     BatchDepth part(int64_t count, int64_t rows) const {
-        return {deepest, rows > 0 ? all * count / rows : 0, rowsOfText};
+        if (deepest == 0) return {};
+        const int64_t texts = std::max<int64_t>(1, rows / rowsOfText), own = std::max<int64_t>(1, count / rowsOfText);
+        return {deepest, all * std::min(own, texts) / texts, rowsOfText};
     }
     bool operator<(const BatchDepth& other) const {
         return std::tie(deepest, all, rowsOfText) < std::tie(other.deepest, other.all, other.rowsOfText);
@@ -84,8 +87,9 @@ struct AttentionRule {
 // Causal attention of few rows, with the bits of the CPU's attention (cpu/kernels/attention.cpp). scratch:
 // decodeAttentionBytes for no fewer rows, heads and elements, 256-byte aligned; its first kDecodeCounterBytes
 // are zero before the first call, and every call leaves them zero. The page table's entries are read from the page of
-// the first key that a row sees to that of the last. out: [rows, heads * headDim] as floats and quantized (if headDim
-// is a multiple of 32). Neighbouring rows of one sequence share what they read.
+// the first key that a row sees to that of the last. If the batch's depth is known, no row may see more pages than its
+// deepest. out: [rows, heads * headDim] as floats and quantized (if headDim is a multiple of 32). Neighbouring rows of
+// one sequence share what they read.
 constexpr size_t kDecodeCounterBytes = 65536;
 constexpr int64_t kDecodeLaunchRows = 64;
 size_t decodeAttentionBytes(int64_t rows, const HeadShape& shape);

@@ -11,9 +11,10 @@
 // The chain of segments can only be joined in order. Blocks take pieces in ascending order: the first by their own
 // numbers, if no piece has to wait for another, and all others from a counter. The block that finishes the last piece
 // of a batch joins the batch to the earlier ones. The slots of a joined batch are used again, so the scratch does not
-// grow with the context. The grid depends on the batch's shape and the table's width alone: the number of pages is read
-// from the positions on the device, so that a captured step serves every length of its depth. With a window or chunks a
-// row's work begins at the page of the first key that it sees. Pieces are still cut at absolute segments.
+// grow with the context. What is launched depends on the batch's shape and depth and the table's width alone: the
+// number of pages is read from the positions on the device, so that a captured step serves every length of its depth.
+// With a window or chunks a row's work begins at the page of the first key that it sees. Pieces are still cut at
+// absolute segments.
 //
 // A dot product is one chain over the dimensions, so a lane computes whole dot products: those of two keys with up to
 // eight queries, which come from shared memory as broadcasts. Keys pass through shared memory in chunks of 128 bytes,

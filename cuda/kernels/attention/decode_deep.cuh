@@ -33,12 +33,14 @@ template <int kCount, int kWidth> struct SegmentResults {
     __device__ __forceinline__ void add(const float2 (&top)[kCount], const float (&outputs)[kCount][kWidth],
                                         const int (&begin)[kCount], const int (&end)[kCount], int lane) {
         float2 own = {m, 0.0f};
+        bool sees = false;
 #pragma unroll
         for (int i = 0; i < kCount; i++)
-            if (lane == i && begin[i] < end[i]) own = top[i];
+            if (lane == i && begin[i] < end[i]) own = top[i], sees = true;
         const float largest = fmaxf(m, own.x);
         const float kept = portableExp(__fsub_rn(m, largest)), added = portableExp(__fsub_rn(own.x, largest));
-        l = fmaf(own.y, added, __fmul_rn(l, kept)), m = largest;
+        // Before a query's first page, the factors are NaN.
+        if (sees) l = fmaf(own.y, added, __fmul_rn(l, kept)), m = largest;
 #pragma unroll
         for (int i = 0; i < kCount; i++) {
             const float k = __shfl_sync(kWholeWarp, kept, i), a = __shfl_sync(kWholeWarp, added, i);
@@ -50,11 +52,11 @@ template <int kCount, int kWidth> struct SegmentResults {
 };
 
 // The pages of a piece.
-struct PieceOfPages {
+struct PagesOfPiece {
     int first, count, keys;
     int64_t ownStart = 0;  // where this lane's page begins
 
-    __device__ PieceOfPages(const Args& args, const Piece& piece, int lane)
+    __device__ PagesOfPiece(const Args& args, const Piece& piece, int lane)
         : first(piece.beginPage()), count(max(0, piece.endPage() - first)), keys(piece.run.keys) {
         if (lane >= count) return;
         const int32_t* table = args.batch.pageTables + piece.run.sequence * args.batch.pagesPerTable;
@@ -85,7 +87,7 @@ template <class K> struct DeepWork {
 
     // Computes the piece. The stream is at its first page, and afterwards at the one that follow() sets.
     template <class Follow>
-    __device__ __forceinline__ void run(const Piece& piece, const PieceOfPages& pages, const Follow& follow) const {
+    __device__ __forceinline__ void run(const Piece& piece, const PagesOfPiece& pages, const Follow& follow) const {
 #pragma unroll 1
         for (Tile tile = {piece.firstQuery, 0}; tile.first < piece.endQuery; tile.first += kTile) {
             tile.count = min(kTile, piece.endQuery - tile.first);
@@ -117,7 +119,7 @@ private:
 
     // Computes a tile against all pages of the piece, of which there is at least one.
     template <int kCount, class Follow>
-    __device__ __forceinline__ void attend(const Piece& piece, const PieceOfPages& pages, const Tile& tile,
+    __device__ __forceinline__ void attend(const Piece& piece, const PagesOfPiece& pages, const Tile& tile,
                                            const Follow& follow) const {
         SegmentResults<kCount, kWidth> segment;
         segment.clear();
@@ -143,7 +145,7 @@ private:
             segment.add(top, acc, begin, end, block.lane);
         }
         const Columns<kWidth> columns(0, block.lane, kDim);
-        const int slot = (piece.run.firstSegment() + piece.index) & (args.round.slots - 1);
+        const int slot = (piece.run.firstSegment() + piece.index) & (args.ring.slots - 1);
 #pragma unroll
         for (int i = 0; i < kCount; i++) {
             if (i >= tile.count) continue;
@@ -260,7 +262,7 @@ template <class K> __global__ void __launch_bounds__(kThreads, kDeepBlocks) atte
 #pragma unroll 1
     while (present < all) {
         const Piece piece(args, block, parts, present);
-        const PieceOfPages pages(args, piece, block.lane);
+        const PagesOfPiece pages(args, piece, block.lane);
         if (pages.count == 0) {  // a row that sees no key
             present = take(), begins = true;
             continue;
@@ -271,7 +273,7 @@ template <class K> __global__ void __launch_bounds__(kThreads, kDeepBlocks) atte
             present = take();
             if (present >= all) return stream.setNext({});
             const Piece next(args, block, parts, present);
-            stream.setNext(PieceOfPages(args, next, block.lane)[0]);
+            stream.setNext(PagesOfPiece(args, next, block.lane)[0]);
         });
     }
     // The tickets end with one too many for each warp. The last of them leaves the counter ready for the next launch.
@@ -280,6 +282,7 @@ template <class K> __global__ void __launch_bounds__(kThreads, kDeepBlocks) atte
 
 // Joins the segments of this round to the earlier ones: a block those of a head of a row, a thread one dimension.
 template <int kDim> struct SegmentJoin {
+    static constexpr int kDims = kDim;
     const Args& args;
     int lane, head, row;
     int64_t first;    // the head's first slot
@@ -297,7 +300,7 @@ template <int kDim> struct SegmentJoin {
         begin = seen.x / kTokens, end = (seen.y + kTokens - 1) / kTokens;
         const bool isOnly = args.round.isOnly;
         from = isOnly ? begin : max(begin, args.round.first);
-        until = isOnly ? end : min(end, args.round.first + args.round.slots);
+        until = isOnly ? end : min(end, args.round.first + args.ring.slots);
     }
 
     // What kSize segments left. Lane i has the maximum and the sum of segment i. All are read at once.
@@ -309,7 +312,7 @@ template <int kDim> struct SegmentJoin {
     static constexpr int kFew = 16, kMany = 32;
 
     template <int kSize> __device__ __forceinline__ void load(int segment, Group<kSize>& group) const {
-        const int mask = args.round.slots - 1, own = segment + lane;
+        const int mask = args.ring.slots - 1, own = segment + lane;
         const bool exists = lane < kSize && own >= from && own < until;
         const int64_t slot = first + (own & mask);
         group.maximum = exists ? __ldcg(args.partials.maxima + slot) : __int_as_float(0xff800000);
@@ -396,49 +399,61 @@ template <class K> Layout deepLayout() {
     return layout;
 }
 
-// Whether segments are so many that warps should take them by themselves. That takes heads of a usual size.
-template <class K> bool isDeep(const Stream& stream, const Args& args) {
+// The blocks of a multiprocessor.
+template <class K> int deepBlocks(const DeviceInfo& device) {
+    const int bytes = deepLayout<K>().total;
+    if (bytes > static_cast<int>(device.sharedPerBlock)) return 0;
+    return std::min(kDeepBlocks, static_cast<int>(device.sharedPerMultiprocessor) / (bytes + kReservedShared));
+}
+
+// The rounds that the segments of these rows take.
+inline int64_t deepRounds(const Args& args) {
+    if (args.rule.reach.limited()) return 1;
+    const int64_t pages = std::min(args.batch.depth.deepest, args.batch.listPages);
+    const int64_t segments = (pages + kSegmentPages - 1) / kSegmentPages;
+    return (segments + args.ring.slots - 1) / args.ring.slots;
+}
+
+// Whether segments are so many that warps should take them by themselves.
+template <class K> bool isDeep(const DeviceInfo& device, const Args& args) {
     const BatchRows& batch = args.batch;
-    if (!K::kWhole || batch.depth.deepest == 0) return false;
-    if (deepLayout<K>().total > static_cast<int>(stream.device().sharedPerBlock)) return false;
-    const int64_t seen = pagesSeen(args.rule.reach, batch.depth.deepest);
-    const int64_t pages = args.rule.reach.limited() ? batch.rows * seen : batch.depth.all;
+    const AttentionReach& reach = args.rule.reach;
+    if (batch.depth.deepest == 0) return false;
+    // With one block, a multiprocessor would have too few warps to hide what memory takes.
+    const int64_t blocks = deepBlocks<K>(device);
+    if (blocks < 2) return false;
+    const int64_t texts = std::max<int64_t>(1, batch.rows / batch.depth.rowsOfText);
+    const int64_t seen = pagesSeen(reach, batch.depth.deepest), pages = std::min(batch.depth.all, texts * seen);
     // A limited reach has one round, whose slots suffice for the segments that neighbouring rows see.
-    if (args.rule.reach.limited() && seen + 3 * kSegmentPages > args.ring.slots * kSegmentPages) return false;
-    const int64_t segments = pages * args.shape.kvHeads / kSegmentPages, processors = stream.device().multiprocessors;
-    constexpr int64_t kBlocks = kDeepBlocks, kAllWarps = kDeepBlocks * kWarps;
+    if (reach.limited() && seen + 3 * kSegmentPages > args.ring.slots * kSegmentPages) return false;
+    const int64_t perProcessor =
+        pages * args.shape.kvHeads / (kSegmentPages * deepRounds(args) * device.multiprocessors);
     // Rows of one text share its pages, and their queries may take several turns. Then what counts is the arithmetic,
     // and that all warps have as much of it.
     if (args.group * std::min<int64_t>(batch.depth.rowsOfText, kRunRows) > K::kTile)
-        return segments >= 2 * kAllWarps * processors;
+        return perProcessor >= 2 * blocks * kWarps;
     // Blocks take long to join many segments: warps are faster as soon as blocks would take a second one.
-    const bool isLong = pages * batch.depth.rowsOfText >= batch.rows * 32 * kSegmentPages;
-    return segments >= (isLong ? kBlocks : kAllWarps) * processors;
+    const bool isLong = pages >= texts * 32 * kSegmentPages;
+    return perProcessor >= (isLong ? kDeepBlocks : blocks * kWarps);
 }
 
 template <class K> void launchDeep(Stream& stream, Args args) {
     const auto kernel = attendSegments<K>;
-    const int64_t processors = stream.device().multiprocessors;
     args.layout = deepLayout<K>();
     args.shortPages = -1;
-    const int bytes = args.layout.total;
-    if (bytes > 48 * 1024) allowShared(kernel, static_cast<size_t>(bytes));
-    const int room = static_cast<int>(stream.device().sharedPerMultiprocessor) / (bytes + kReservedShared);
-    const auto blocks = static_cast<unsigned>(std::max(1, std::min(kDeepBlocks, room)) * processors);
-    const int64_t segments =
-        (std::min(args.batch.depth.deepest, args.batch.listPages) + kSegmentPages - 1) / kSegmentPages;
-    constexpr int kDim = WarpLayout<K>::kDim;
+    const auto bytes = static_cast<size_t>(args.layout.total);
+    if (bytes > 48 * 1024) allowShared(kernel, bytes);
+    const auto blocks = static_cast<unsigned>(deepBlocks<K>(stream.device()) * stream.device().multiprocessors);
+    using Join = SegmentJoin<WarpLayout<K>::kDim>;
+    const int64_t rounds = deepRounds(args), most = pagesSeen(args.rule.reach, args.batch.depth.deepest);
+    const bool few = std::min<int64_t>(most / kSegmentPages + 2, args.ring.slots) <= Join::kFew;
+    const auto join = few ? joinSegments<Join::kDims, Join::kFew> : joinSegments<Join::kDims, Join::kMany>;
     const auto heads = static_cast<unsigned>(args.batch.rows * args.shape.heads);
-    args.round.slots = args.ring.slots;
-    args.round.isOnly = args.rule.reach.limited() || segments <= args.ring.slots;
-    using Join = SegmentJoin<kDim>;
-    const bool few = std::min<int64_t>(segments, args.ring.slots) <= Join::kFew;
-    const auto join = few ? joinSegments<kDim, Join::kFew> : joinSegments<kDim, Join::kMany>;
-    do {
-        launch(stream, kernel, dim3(blocks), dim3(kThreads), static_cast<size_t>(bytes), args);
-        launch(stream, join, dim3(heads), dim3(kDim), 0, args);
-        args.round.first += args.round.slots;
-    } while (!args.round.isOnly && args.round.first < segments);
+    args.round.isOnly = rounds == 1;
+    for (int64_t round = 0; round < rounds; round++, args.round.first += args.ring.slots) {
+        launch(stream, kernel, dim3(blocks), dim3(kThreads), bytes, args);
+        launch(stream, join, dim3(heads), dim3(Join::kDims), 0, args);
+    }
 }
 
 }  // namespace sharpi::cuda::decode

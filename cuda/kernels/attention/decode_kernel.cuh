@@ -298,7 +298,7 @@ template <class K> Layout chooseLayout(const DeviceInfo& device, const Args& arg
 // pages: the most that a row sees.
 template <class K> void launchFewRows(Stream& stream, Args args, int64_t pages) {
     if constexpr (K::kWhole) {
-        if (isDeep<K>(stream, args)) return launchDeep<K>(stream, args);
+        if (isDeep<K>(stream.device(), args)) return launchDeep<K>(stream, args);
     }
     const auto kernel = attendFewRows<K>;
     args.layout = chooseLayout<K>(stream.device(), args);

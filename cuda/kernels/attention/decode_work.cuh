@@ -35,7 +35,7 @@ template <KvType type, int width, int tile, bool whole, int blocks> struct Kind 
 };
 
 // The results of pieces: maxima and sums [rows][heads][slots], and headDim floats of output for each. The last slot of
-// a head has what has been joined so far. counters: a count of pieces that blocks have taken, then for each row and kv
+// a head has what has been joined so far. counters: a count of pieces that have been taken, then for each row and kv
 // head, or part of it (Parts), a count of joined batches, and one of finished pieces for each batch of the ring. All
 // counts are zero between launches. workspace.cpp has the size, decodeAttentionBytes.
 struct Partials {
@@ -89,14 +89,11 @@ struct Layout {
     }
 };
 
-// The segments that one launch of the deep kernel computes, and their slots. Those of a limited reach are all computed
-// by the first launch.
+// The segments that one launch of the deep kernel computes: as many as there are slots. Those of a limited reach are
+// all computed by the first launch.
 struct Round {
-    int first = 0, slots = 0;  // slots: a power of two
+    int first = 0;
     bool isOnly = true;
-
-    // Of so many segments.
-    __device__ int count(int segments) const { return isOnly ? segments : max(0, min(segments - first, slots)); }
 };
 
 struct Args {
@@ -113,6 +110,11 @@ struct Args {
     uint32_t groupInverse;  // 2^32 / group, rounded up; 0 for a group of 1
     int shortPages;         // a row that sees up to this number of pages is cut at pages
     Round round = {};
+
+    // The pieces of a run that this launch computes, of so many.
+    __device__ int piecesNow(int pieces) const {
+        return round.isOnly ? pieces : max(0, min(pieces - round.first, ring.slots));
+    }
 
     // The row of a query. Queries count the rows of a run and the heads of each.
     __device__ int rowOf(int query) const { return groupInverse ? __umulhi(query, groupInverse) : query; }
@@ -181,7 +183,7 @@ __device__ __forceinline__ void findOnlyRun(const Args& args, const Block& block
     const int sequence = *static_cast<const volatile int32_t*>(args.batch.sequence);
     const int first = position < 0 ? 0 : args.rule.reach.first(position);
     Run run = Run::alone(args, 0, position, sequence, first);
-    run.end = args.round.count(run.pieces());
+    run.end = args.piecesNow(run.pieces());
     if (block.lane > 0) return;
     block.rows()[0] = {first, run.keys};
     block.runs()[0] = run.packed();
@@ -217,7 +219,7 @@ __device__ __forceinline__ void findRuns(const Args& args, const Block& block) {
             const int keys = __shfl_down_sync(kWholeWarp, max(0, position + 1), i);
             if (i < run.rows) run.firstPage = min(run.firstPage, page), run.keys = max(run.keys, keys);
         }
-        run.end = starts ? args.round.count(run.pieces()) : 0;
+        run.end = starts ? args.piecesNow(run.pieces()) : 0;
         mayWait |= __ballot_sync(kWholeWarp, starts && run.mayWait(args)) != 0;
 #pragma unroll
         for (int width = 1; width < 32 && width < rows; width <<= 1) {
@@ -277,7 +279,7 @@ struct Piece {
         }
         run = Run::from(block.runs()[number]);
         pieces = run.pieces();
-        index = args.round.first + piece - (run.end - args.round.count(pieces));
+        index = args.round.first + piece - (run.end - args.piecesNow(pieces));
         firstQuery = part * parts.each * run.rows;
         endQuery = min(firstQuery + parts.each * run.rows, run.rows * args.group);
         chain = (run.row * args.shape.kvHeads + kvHead) * parts.count + part;
@@ -288,7 +290,7 @@ struct Piece {
     }
     // The pages that any row sees.
     __device__ int beginPage() const { return run.isShort ? page(0) : max(page(0), run.firstPage); }
-    __device__ int endPage() const { return run.isShort ? page(0) + 1 : min(page(kWarps), run.endPage()); }
+    __device__ int endPage() const { return run.isShort ? page(0) + 1 : min(page(kSegmentPages), run.endPage()); }
     __device__ bool has(int page) const { return page >= run.firstPage && page < run.endPage(); }
 };
 

@@ -41,7 +41,7 @@ chosen for it. All other predictions are without drafts.
 
 In decode, attention counts as bytes of VRAM: those of the keys and values that a token sees, or, if that is more, a
 fixed number for each multiplication of a query with a key, since each of the heads that share a key takes its time.
-Long texts have kernels of their own, with other rates.
+With heads of the usual sizes, long texts have kernels of their own, with other rates.
 Prefill is predicted for one batch at the beginning of a context. Its efficiency includes attention.
 """
 
@@ -380,9 +380,11 @@ def _layers_of(uses: Sequence[Use]) -> tuple[int, int]:
 def after_on_gpu(beside: Beside, spec: Any, kv_dtype: str, tokens: int) -> Beside:
     """`beside` with the attention of a token that sees `tokens` tokens, on the GPU."""
     read, products = spec.kv_bytes_read(kv_dtype, tokens), spec.attention_products(tokens)
-    short = max(read / KV_EFFICIENCY, BYTES_PER_PRODUCT * products)
-    long = max(read / LONG_KV_EFFICIENCY, LONG_BYTES_PER_PRODUCT * products) * (1 + LONG_START / max(1, tokens))
-    return beside._replace(attention_bytes=min(short, long))
+    cost = max(read / KV_EFFICIENCY, BYTES_PER_PRODUCT * products)
+    if spec.long_attention:
+        long = max(read / LONG_KV_EFFICIENCY, LONG_BYTES_PER_PRODUCT * products)
+        cost = min(cost, long * (1 + LONG_START / max(1, tokens)))
+    return beside._replace(attention_bytes=cost)
 
 
 def after_on_cpu(beside: Beside, spec: Any, kv_dtype: str, tokens: int) -> Beside:

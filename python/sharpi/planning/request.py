@@ -72,6 +72,11 @@ class Spec(Protocol):
         """Multiplications of queries with keys for the last of `tokens` tokens."""
         ...
 
+    @property
+    def long_attention(self) -> bool:
+        """Whether the GPU has kernels for long texts for all of the model's attention."""
+        ...
+
     def refusal(self, device: str) -> str:
         """Why this kind of device cannot run the model; empty if it can."""
         ...

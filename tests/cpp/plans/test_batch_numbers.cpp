@@ -63,7 +63,7 @@ struct World {
 using List = std::vector<int32_t>;
 using List64 = std::vector<int64_t>;
 
-// Up to 128 pages in all make no difference. From there on, the deepest text and the rows of one count up to a power of
+// Up to 128 pages in all are short texts. From there on, the deepest text and the rows of one count up to a power of
 // two, and all texts together as the nearest power of two or one and a half of one.
 TEST(BatchNumbers, DepthIsThatOfTheTextsOfDecodeRows) {
     const auto depthOf = [](const std::vector<int64_t>& pages, int64_t rows, int64_t promptPages) {
@@ -79,11 +79,11 @@ TEST(BatchNumbers, DepthIsThatOfTheTextsOfDecodeRows) {
         const cuda::BatchDepth depth = world.fill(exactRows).exact.depth;
         return List64{depth.deepest, depth.all, depth.rowsOfText};
     };
-    const List64 shallow = {128, 128, 1};
-    EXPECT_EQ(depthOf({1, 3}, 2, 150), shallow);
-    EXPECT_EQ(depthOf({128}, 5, 0), shallow);
-    EXPECT_EQ(depthOf({64, 64}, 1, 0), shallow);
-    EXPECT_EQ(depthOf({}, 1, 150), shallow);
+    const List64 isShort = {0, 0, 0};
+    EXPECT_EQ(depthOf({1, 3}, 2, 150), isShort);
+    EXPECT_EQ(depthOf({128}, 5, 0), isShort);
+    EXPECT_EQ(depthOf({64, 64}, 1, 0), isShort);
+    EXPECT_EQ(depthOf({}, 1, 150), isShort);
     EXPECT_EQ(depthOf({129}, 1, 0), (List64{256, 128, 1}));
     EXPECT_EQ(depthOf({64, 64, 31}, 2, 0), (List64{128, 128, 2}));
     EXPECT_EQ(depthOf({64, 64, 32}, 3, 0), (List64{128, 192, 4}));

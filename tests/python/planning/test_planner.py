@@ -57,6 +57,8 @@ class FakeSpec:
     def kv_bytes_read(self, kv_dtype: str, tokens: int) -> int:
         return self.per_token * ELEMENT_BYTES[kv_dtype] * min(tokens, self.most_seen)
 
+    long_attention = True
+
     def attention_products(self, tokens: int) -> int:
         return self.per_token * min(tokens, self.most_seen)
 

@@ -169,6 +169,8 @@ class FakeWeights:
     def kv_bytes_read(self, kv_dtype: str, tokens: int) -> int:
         return self.per_token * tokens
 
+    long_attention = True
+
     def attention_products(self, tokens: int) -> int:
         return self.per_token * tokens // 2
 

@@ -123,6 +123,44 @@ TEST_F(DeepDecode, FollowsRules) {
             compare(shape, {{0, 6400}, {0, 6401}, {1, 2900}, {2, 6143}, {2, 6144}, {3, 8000}, {4, 7}}, rule);
 }
 
+// Rows that are computed together begin at different pages: some see no key of the first page of their segment.
+TEST_F(DeepDecode, RowsOfASequenceBeginAtDifferentPages) {
+    for (const Shape& shape : {kShapes[0], kShapes[5], kShapes[6]})
+        for (int32_t page = 60; page < 64; page++)
+            for (const Rule& rule : std::vector<Rule>{{{3800, 0}}, {{0, 64 * page}, 0, true}}) {
+                const int32_t last = rule.reach.window > 0 ? 64 * page + 3799 : 64 * page;
+                compare(shape, {{0, last - 2}, {0, last - 1}, {0, last}, {0, last + 1}, {1, 5000}}, rule);
+            }
+}
+
+// More rows than one launch takes.
+TEST_F(DeepDecode, TakesManyRows) {
+    std::vector<Row> rows;
+    for (int32_t i = 0; i < 130; i++) rows.push_back({i, 700 + i * 37 % 500});
+    compare({KvType::BF16, 8, 2, 64}, rows, {}, 3);
+}
+
+// Both kernels use the same scratch in turn.
+TEST_F(DeepDecode, LeavesTheScratchToTheOtherKernel) {
+    const Shape shape = {KvType::BF16, 8, 2, 128};
+    const std::vector<Row> rows = {{0, 6500}};
+    Cache cache(shape, {6501}, 102, 5);
+    const std::vector<float> q = randomFloats(8 * 128), expected = cache.attendOnCpu(q, rows, scaleOf(shape));
+    const DeviceArray<float> deviceQ(q);
+    DeviceRows on(rows, cache);
+    const HeadShape heads = {shape.heads, shape.kvHeads, shape.headDim};
+    const DecodeScratch scratch(1, heads);
+    for (const bool deep : {true, false, true, true, false}) {
+        const DeviceArray<float> out(q.size());
+        on.batch.depth = deep ? BatchDepth{128, 102, 1} : BatchDepth{};
+        const int64_t before = small().launches();
+        attentionDecode(small(), deviceQ.get(), heads, {scaleOf(shape), {}}, on.batch, cache.onDevice(), scratch.get(),
+                        {out.get(), {}, {}});
+        EXPECT_EQ(small().launches() - before, deep ? 2 : 1);
+        EXPECT_TRUE(sameBits(expected, out.read()));
+    }
+}
+
 // With this number of rows and heads a row has 16 slots, and one text needs them several times.
 TEST_F(DeepDecode, TakesRounds) {
     const Shape shape = {KvType::BF16, 16, 16, 64};
@@ -131,6 +169,28 @@ TEST_F(DeepDecode, TakesRounds) {
         for (int32_t i = 0; i < 64; i++) rows.push_back({i, i == 40 ? segments * 256 - 1 : i == 41 ? 4200 : 20 * i});
         compare(shape, rows, {{}, 0, true}, std::max(2, (segments + 15) / 16));
     }
+}
+
+// A block of the other kernel computes what is short or of an unknown length, and heads of other sizes.
+TEST_F(DeepDecode, IsForManySegmentsOfUsualHeads) {
+    const auto launchesOf = [&](const Shape& shape, const BatchDepth& depth) {
+        Cache cache(shape, {6000}, 94, 5);
+        const DeviceArray<float> q(randomFloats(static_cast<size_t>(shape.heads) * shape.headDim)), out(q.size());
+        DeviceRows on({{0, 5999}}, cache);
+        on.batch.depth = depth;
+        const HeadShape heads = {shape.heads, shape.kvHeads, shape.headDim};
+        const DecodeScratch scratch(1, heads);
+        const int64_t before = small().launches();
+        attentionDecode(small(), q.get(), heads, {scaleOf(shape), {}}, on.batch, cache.onDevice(), scratch.get(),
+                        {out.get(), {}, {}});
+        return small().launches() - before;
+    };
+    EXPECT_EQ(launchesOf({KvType::BF16, 8, 2, 64}, {128, 94, 1}), 2);
+    EXPECT_EQ(launchesOf({KvType::BF16, 8, 2, 64}, {}), 1);
+    EXPECT_EQ(launchesOf({KvType::BF16, 8, 2, 64}, {128, 20, 1}), 1);
+    EXPECT_EQ(launchesOf({KvType::BF16, 8, 2, 96}, {128, 94, 1}), 1);
+    // Drafts that take several turns: each warp would need two segments.
+    EXPECT_EQ(launchesOf({KvType::BF16, 8, 1, 64}, {128, 94, 4}), 1);
 }
 
 // Scores of several hundred: whole segments weigh nothing, both before and after the largest score.
