@@ -48,7 +48,7 @@ BatchNumbers::BatchNumbers(const Room& room) : _room(room) {
 static cuda::BatchDepth rounded(const cuda::BatchDepth& exact) {
     constexpr int64_t kShort = 128;  // pages of all texts together
     if (exact.all <= kShort) return {};
-    cuda::BatchDepth depth{kShort, kShort, 1};
+    cuda::BatchDepth depth{16, kShort, 1};
     while (depth.deepest < exact.deepest) depth.deepest *= 2;
     while (depth.rowsOfText < exact.rowsOfText) depth.rowsOfText *= 2;
     while (exact.all * 4 >= depth.all * 7) depth.all *= 2;

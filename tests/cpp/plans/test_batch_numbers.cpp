@@ -85,9 +85,10 @@ TEST(BatchNumbers, DepthIsThatOfTheTextsOfDecodeRows) {
     EXPECT_EQ(depthOf({64, 64}, 1, 0), isShort);
     EXPECT_EQ(depthOf({}, 1, 150), isShort);
     EXPECT_EQ(depthOf({129}, 1, 0), (List64{256, 128, 1}));
-    EXPECT_EQ(depthOf({64, 64, 31}, 2, 0), (List64{128, 128, 2}));
-    EXPECT_EQ(depthOf({64, 64, 32}, 3, 0), (List64{128, 192, 4}));
+    EXPECT_EQ(depthOf({64, 64, 31}, 2, 0), (List64{64, 128, 2}));
+    EXPECT_EQ(depthOf({64, 64, 32}, 3, 0), (List64{64, 192, 4}));
     EXPECT_EQ(depthOf({129, 66}, 5, 0), (List64{256, 192, 8}));
+    EXPECT_EQ(depthOf(std::vector<int64_t>(20, 10), 1, 0), (List64{16, 192, 1}));
     EXPECT_EQ(depthOf({100, 123}, 1, 0), (List64{128, 192, 1}));
     EXPECT_EQ(depthOf({100, 124}, 1, 0), (List64{128, 256, 1}));
     EXPECT_EQ(depthOf({319}, 1, 0), (List64{512, 256, 1}));
