@@ -11,7 +11,7 @@ namespace sharpi {
 // blocks count as what they show, and blocks that an indexer reads as what it multiplies.
 int64_t attentionProducts(const ModelSpec& spec, int64_t tokens);
 
-// Whether all attention has heads for which the GPU has kernels for long texts (kernels/attention/decode_deep.cuh).
+// Whether all attention has heads for which the GPU has kernels for long texts (kernels/attention/decode/deep.cuh).
 bool hasLongAttention(const ModelSpec& spec);
 
 // Layers whose experts stand beside products that every token takes: a shared expert's, or a dense part's.

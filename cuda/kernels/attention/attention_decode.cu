@@ -23,13 +23,13 @@
 // limits the warps of a multiprocessor, so a page's weights and outputs lie where its keys were.
 //
 // With more segments than the device has room for, what a block does once for each would take half of its time:
-// finding it, joining its pages, counting it. Then each warp takes segments by itself (decode_deep.cuh): pages come to
+// finding it, joining its pages, counting it. Then each warp takes segments by itself (decode/deep.cuh): pages come to
 // it through a ring that runs on from segment to segment, it joins their pages in registers, and a second kernel joins
 // the segments. A warp waits for no other. Segments that exceed the slots are computed in rounds. The host chooses, by
 // how long it knows the texts to be (BatchDepth), since a captured step cannot.
 //
 // Latent attention has kernels of its own (attention_latent.cu).
-#include "kernels/attention/decode_kernel.cuh"
+#include "kernels/attention/decode/kernel.cuh"
 #include "kernels/attention/latent_shape.h"
 
 namespace sharpi::cuda {

@@ -1,5 +1,5 @@
 // The decode kernels of f16 caches. See attention_decode.cu.
-#include "kernels/attention/decode_kernel.cuh"
+#include "kernels/attention/decode/kernel.cuh"
 
 namespace sharpi::cuda::decode {
 

@@ -2,7 +2,7 @@
 // blocks take the parts. See attention_latent.cu.
 #pragma once
 
-#include "kernels/attention/decode_join.cuh"
+#include "kernels/attention/decode/join.cuh"
 #include "kernels/attention/latent_shape.h"
 
 namespace sharpi::cuda::decode {

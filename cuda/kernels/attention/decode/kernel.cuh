@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "kernels/attention/decode_deep.cuh"
+#include "kernels/attention/decode/deep.cuh"
 
 namespace sharpi::cuda::decode {
 

@@ -1,7 +1,7 @@
 // How the decode kernel joins pages to segments and segments to a head's result. See attention_decode.cu.
 #pragma once
 
-#include "kernels/attention/decode_page.cuh"
+#include "kernels/attention/decode/page.cuh"
 
 namespace sharpi::cuda::decode {
 

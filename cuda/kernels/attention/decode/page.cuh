@@ -1,7 +1,7 @@
 // What a warp of the decode kernel computes on one page, for a tile of queries at once. See attention_decode.cu.
 #pragma once
 
-#include "kernels/attention/decode_work.cuh"
+#include "kernels/attention/decode/work.cuh"
 
 namespace sharpi::cuda::decode {
 

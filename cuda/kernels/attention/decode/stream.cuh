@@ -1,7 +1,7 @@
 // How pages come to a warp of the deep decode kernel. See attention_decode.cu.
 #pragma once
 
-#include "kernels/attention/decode_work.cuh"
+#include "kernels/attention/decode/work.cuh"
 
 namespace sharpi::cuda::decode {
 

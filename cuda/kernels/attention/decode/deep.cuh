@@ -1,8 +1,8 @@
 // The decode kernels for many segments. See attention_decode.cu.
 #pragma once
 
-#include "kernels/attention/decode_join.cuh"
-#include "kernels/attention/decode_stream.cuh"
+#include "kernels/attention/decode/join.cuh"
+#include "kernels/attention/decode/stream.cuh"
 
 namespace sharpi::cuda::decode {
 
