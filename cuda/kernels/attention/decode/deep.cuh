@@ -59,9 +59,7 @@ struct PagesOfPiece {
     __device__ PagesOfPiece(const Args& args, const Piece& piece, int lane)
         : first(piece.beginPage()), count(max(0, piece.endPage() - first)), keys(piece.run.keys) {
         if (lane >= count) return;
-        const int32_t* table = args.batch.pageTables + piece.run.sequence * args.batch.pagesPerTable;
-        ownStart = (static_cast<int64_t>(table[first + lane]) * args.pages.kvHeads + piece.kvHead) * kPageTokens *
-                   args.shape.headDim;
+        ownStart = piece.startOf(args, first + lane);
     }
     __device__ Page operator[](int number) const {
         return {__shfl_sync(kWholeWarp, ownStart, number), min(kPageTokens, keys - (first + number) * kPageTokens)};
@@ -202,16 +200,7 @@ private:
             float value[kQuad][kWidth];
 #pragma unroll
             for (int j = 0; j < kQuad; j++) readValue(values + (key + j) * Pages::kRowBytes, value[j]);
-#pragma unroll
-            for (int i = 0; i < kCount; i++) {
-                float w[kQuad];
-                readFloats<kQuad>(weight + i * kPageTokens + key, w);
-#pragma unroll
-                for (int j = 0; j < kQuad; j++) {
-#pragma unroll
-                    for (int x = 0; x < kWidth; x++) acc[i][x] = fmaf(w[j], value[j][x], acc[i][x]);
-                }
-            }
+            addValuesOfAll(value, weight + key, acc);
         }
     }
     // Adds the values of a chunk from key `first` on, each to the queries that see it.
@@ -222,13 +211,7 @@ private:
         for (int key = first; key < first + Pages::kValueKeys; key++) {
             float value[kWidth];
             readValue(values + (key - first) * Pages::kRowBytes, value);
-#pragma unroll
-            for (int i = 0; i < kCount; i++) {
-                if (key < begin[i] || key >= end[i]) continue;
-                const float w = weights[i * kPageTokens + key];
-#pragma unroll
-                for (int x = 0; x < kWidth; x++) acc[i][x] = fmaf(w, value[x], acc[i][x]);
-            }
+            addValueOfSome(value, weights, key, begin, end, acc);
         }
     }
     __device__ __forceinline__ static void readValue(const uint8_t* at, float (&value)[kWidth]) {
@@ -414,7 +397,7 @@ inline int64_t deepRounds(const Args& args) {
     return (segments + args.ring.slots - 1) / args.ring.slots;
 }
 
-// Whether segments are so many that warps should take them by themselves.
+// Whether there are enough segments for each warp to take its own.
 template <class K> bool isDeep(const DeviceInfo& device, const Args& args) {
     const BatchRows& batch = args.batch;
     const AttentionReach& reach = args.rule.reach;

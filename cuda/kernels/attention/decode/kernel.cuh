@@ -22,9 +22,7 @@ template <class K> struct PieceWork {
     __device__ PieceWork(const Args& a, const Block& b, const Piece& p, int next)
         : args(a), block(b), piece(p), page(p.page(b.warp)), pageStart(0), n(0), turn(next) {
         if (!piece.has(page)) return;
-        const int32_t* table = args.batch.pageTables + piece.run.sequence * args.batch.pagesPerTable;
-        pageStart =
-            (static_cast<int64_t>(table[page]) * args.pages.kvHeads + piece.kvHead) * kPageTokens * args.shape.headDim;
+        pageStart = piece.startOf(args, page);
         n = min(kPageTokens, piece.run.keys - page * kPageTokens);
     }
 

@@ -119,6 +119,37 @@ template <KvType kType, int kWidth> struct RawRun {
     }
 };
 
+// Adds the values of kKeys neighbouring keys that all queries see, in their order. weights: of the first key, 64 apart
+// for each query.
+template <int kKeys, int kWidth, int kCount>
+__device__ __forceinline__ void addValuesOfAll(const float (&value)[kKeys][kWidth], const float* weights,
+                                               float (&acc)[kCount][kWidth]) {
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+        float weight[kKeys];
+        readFloats<kKeys>(weights + i * kPageTokens, weight);
+#pragma unroll
+        for (int j = 0; j < kKeys; j++) {
+#pragma unroll
+            for (int x = 0; x < kWidth; x++) acc[i][x] = fmaf(weight[j], value[j][x], acc[i][x]);
+        }
+    }
+}
+
+// Adds the value of a key of the page to the queries that see it. weights: of the page's keys.
+template <int kWidth, int kCount>
+__device__ __forceinline__ void addValueOfSome(const float (&value)[kWidth], const float* weights, int key,
+                                               const int (&begin)[kCount], const int (&end)[kCount],
+                                               float (&acc)[kCount][kWidth]) {
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+        if (key < begin[i] || key >= end[i]) continue;
+        const float weight = weights[i * kPageTokens + key];
+#pragma unroll
+        for (int x = 0; x < kWidth; x++) acc[i][x] = fmaf(weight, value[x], acc[i][x]);
+    }
+}
+
 // acc[i][..] = sum over the keys that query i sees of weight * value, in ascending order of keys. values: the lane's
 // elements of key 0. weights: 64 for each query.
 template <KvType kType, int kWidth, int kCount> struct ValueSums {
@@ -156,13 +187,7 @@ private:
             float value[kWidth];
             run.read(values + key * rowBytes);
             run.floats(value);
-#pragma unroll
-            for (int i = 0; i < kCount; i++) {
-                if (key < begin[i] || key >= end[i]) continue;
-                const float weight = weights[i * kPageTokens + key];
-#pragma unroll
-                for (int x = 0; x < kWidth; x++) acc[i][x] = fmaf(weight, value[x], acc[i][x]);
-            }
+            addValueOfSome(value, weights, key, begin, end, acc);
         }
     }
     // The next batch is read while one is added.
@@ -191,16 +216,7 @@ private:
             float value[kQuad][kWidth];
 #pragma unroll
             for (int j = 0; j < kQuad; j++) runs[k + j].floats(value[j]);
-#pragma unroll
-            for (int i = 0; i < kCount; i++) {
-                float weight[kQuad];
-                readFloats<kQuad>(weights + i * kPageTokens + k, weight);
-#pragma unroll
-                for (int j = 0; j < kQuad; j++) {
-#pragma unroll
-                    for (int x = 0; x < kWidth; x++) acc[i][x] = fmaf(weight[j], value[j][x], acc[i][x]);
-                }
-            }
+            addValuesOfAll(value, weights + k, acc);
         }
     }
 };

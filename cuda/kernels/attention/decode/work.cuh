@@ -111,7 +111,7 @@ struct Args {
     int shortPages;         // a row that sees up to this number of pages is cut at pages
     Round round = {};
 
-    // The pieces of a run that this launch computes, of so many.
+    // How many of a run's pieces this launch computes.
     __device__ int piecesNow(int pieces) const {
         return round.isOnly ? pieces : max(0, min(pieces - round.first, ring.slots));
     }
@@ -288,10 +288,15 @@ struct Piece {
     __device__ int page(int warp) const {
         return run.isShort ? run.firstPage + index : (run.firstSegment() + index) * kSegmentPages + warp;
     }
-    // The pages that any row sees.
-    __device__ int beginPage() const { return run.isShort ? page(0) : max(page(0), run.firstPage); }
-    __device__ int endPage() const { return run.isShort ? page(0) + 1 : min(page(kSegmentPages), run.endPage()); }
+    // The pages of a segment that any row sees.
+    __device__ int beginPage() const { return max(page(0), run.firstPage); }
+    __device__ int endPage() const { return min(page(kSegmentPages), run.endPage()); }
     __device__ bool has(int page) const { return page >= run.firstPage && page < run.endPage(); }
+    // Where a page of the kv head begins, in elements of the cache.
+    __device__ int64_t startOf(const Args& args, int page) const {
+        const int32_t* table = args.batch.pageTables + run.sequence * args.batch.pagesPerTable;
+        return (static_cast<int64_t>(table[page]) * args.pages.kvHeads + kvHead) * kPageTokens * args.shape.headDim;
+    }
 };
 
 // A tile of up to kTile queries of a piece, which are computed in one go.
