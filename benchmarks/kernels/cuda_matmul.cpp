@@ -1,7 +1,7 @@
 // Measures prefill's matrix products on the GPU by shape: those of Qwen3-8B, SmolLM2-1.7B and Qwen3-30B-A3B for 2,048
-// rows, and the experts of the last with 8 of 128 for each row, chosen at random. Then the products of Qwen3-8B for
-// short prompts; with the argument "short", these alone. "of limit": relative to 790 TFLOP/s, which bf16 products of
-// 8192 x 8192 reach on an H200. The weights take turns in more memory than the second-level cache holds.
+// rows, and the experts of the last with 8 of 128 for each row, chosen at random. Then the products of Qwen3-8B and the
+// experts for short prompts; with the argument "short", these alone. "of limit": relative to 790 TFLOP/s, which bf16
+// products of 8192 x 8192 reach on an H200. The weights take turns in more memory than the second-level cache holds.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -93,16 +93,6 @@ void dense(Stream& stream, const char* name, DType type, int64_t outputs, int64_
     require(cudaFree(weights));
 }
 
-void shortPrompts(Stream& stream) {
-    const std::vector<int64_t> rows = {16, 17, 64, 128, 256, 512, 1024};
-    for (const DType type : {DType::Q4_K, DType::Q6_K}) {
-        dense(stream, "qwen3-8b q, o", type, 4096, 4096, rows);
-        dense(stream, "qwen3-8b k, v", type, 1024, 4096, rows);
-        dense(stream, "qwen3-8b gate, up", type, 12288, 4096, rows);
-        dense(stream, "qwen3-8b down", type, 4096, 12288, rows);
-    }
-}
-
 // Each row goes to `used` different experts.
 ExpertGroups randomGroups(const DeviceInfo& device, int64_t rows, int experts, int used) {
     std::vector<std::vector<int32_t>> tokens(static_cast<size_t>(experts));
@@ -133,12 +123,13 @@ ExpertGroups randomGroups(const DeviceInfo& device, int64_t rows, int experts, i
     return groups;
 }
 
-void expertProducts(Stream& stream, const char* name, DType type, int64_t outputs, int64_t cols, bool gather) {
+void expertProducts(Stream& stream, const char* name, DType type, int64_t outputs, int64_t cols, bool gather,
+                    int64_t rows = kRows) {
     constexpr int kExperts = 128, kUsed = 8;
-    const ExpertGroups groups = randomGroups(stream.device(), kRows, kExperts, kUsed);
+    const ExpertGroups groups = randomGroups(stream.device(), rows, kExperts, kUsed);
     const size_t bytes = packedBytes(type, outputs, cols);
     uint8_t* weights = randomWeights(bytes * kExperts);
-    const HalfRows x = randomRows(gather ? kRows : groups.pairs, cols);
+    const HalfRows x = randomRows(gather ? rows : groups.pairs, cols);
     float* y = onDevice(std::vector<float>(static_cast<size_t>(groups.pairs * outputs)));
     const double ms = milliseconds(stream, [&](int) {
         matmulExperts(stream, {{type, outputs, cols, weights}, bytes, kExperts}, x, groups, gather, y);
@@ -147,6 +138,20 @@ void expertProducts(Stream& stream, const char* name, DType type, int64_t output
     require(cudaFree(weights));
     require(cudaFree(x.hi));
     require(cudaFree(y));
+}
+
+void shortPrompts(Stream& stream) {
+    const std::vector<int64_t> rows = {1, 16, 17, 64, 65, 128, 256, 512, 1024};
+    for (const DType type : {DType::Q4_K, DType::Q6_K}) {
+        dense(stream, "qwen3-8b q, o", type, 4096, 4096, rows);
+        dense(stream, "qwen3-8b k, v", type, 1024, 4096, rows);
+        dense(stream, "qwen3-8b gate, up", type, 12288, 4096, rows);
+        dense(stream, "qwen3-8b down", type, 4096, 12288, rows);
+    }
+    for (const int64_t few : {1, 8, 64, 128, 256, 512, 1024}) {
+        expertProducts(stream, "qwen3-30b-a3b gate, up", DType::Q4_K, 768, 2048, true, few);
+        expertProducts(stream, "qwen3-30b-a3b down", DType::Q6_K, 2048, 768, false, few);
+    }
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 
 namespace sharpi {
 
-// Exact rows: matrices that stay on the device share launches.
+// Matrices that stay on the device share launches.
 void CudaProducts::linear(const Activations& x, std::initializer_list<Product> products) {
     std::vector<cuda::MatvecOutput> together;
     for (const Product& p : products) {
@@ -15,14 +15,18 @@ void CudaProducts::linear(const Activations& x, std::initializer_list<Product> p
             const float* const bias = p.bias ? p.bias + begin : nullptr;
             const cuda::MatvecOutput output{part, bias, to + begin, p.w.rows};
             if (stays) together.push_back(output);
-            else exact(x, {output});
-            fast(x, part, bias, to + begin, p.w.rows, cuda::Store::Write);
+            else multiply(x, {output});
         });
     }
-    if (!together.empty()) exact(x, std::move(together));
+    if (!together.empty()) multiply(x, together);
     for (const Product& p : products) {
         if (shares(p.w)) sharedProduct(p.w, p.bias, _pass.floats(p.to), false);
     }
+}
+
+void CudaProducts::multiply(const Activations& x, const std::vector<cuda::MatvecOutput>& outputs) {
+    exact(x, outputs);
+    fast(x, outputs, cuda::Store::Write);
 }
 
 void CudaProducts::exact(const Activations& x, std::vector<cuda::MatvecOutput> outputs) {
@@ -32,11 +36,11 @@ void CudaProducts::exact(const Activations& x, std::vector<cuda::MatvecOutput> o
     });
 }
 
-// y: where the first row of the batch goes.
-void CudaProducts::fast(const Activations& x, const Matrix& part, const float* bias, float* y, int64_t stride,
-                        cuda::Store store) {
+void CudaProducts::fast(const Activations& x, std::vector<cuda::MatvecOutput> outputs, cuda::Store store) {
     const int64_t rows = _pass.fastRows();
-    if (rows) cuda::matmul(_pass.stream, part, x.fast, rows, bias, y + _pass.exactRows() * stride, store, stride);
+    if (rows == 0) return;
+    for (cuda::MatvecOutput& output : outputs) output.y += _pass.exactRows() * output.stride;
+    cuda::matmul(_pass.stream, x.fast, rows, outputs, store);
 }
 
 void CudaProducts::addLinear(const Activations& x, const Weight& w, const float* bias) {
@@ -60,7 +64,7 @@ void CudaProducts::add(const Activations& x, const Weight& w, const float* bias)
             float* const y = residual + first * w.rows + begin;
             cuda::matvecAdd(_pass.stream, x.from(first), rows, part, partBias, y, w.rows);
         });
-        fast(x, part, partBias, residual + begin, w.rows, cuda::Store::Add);
+        fast(x, {{part, partBias, residual + begin, w.rows}}, cuda::Store::Add);
     });
 }
 
@@ -82,23 +86,23 @@ void CudaProducts::gated(const Activations& x, const GatedProduct& product, cons
     if (!product.gated()) {
         join.gated = false;
         _pass.forParts(gate, [&](const Matrix& part, int64_t begin, bool) {
-            exact(x, {{part, nullptr, gates + begin, width}});
-            fast(x, part, nullptr, gates + begin, width, cuda::Store::Write);
+            multiply(x, {{part, nullptr, gates + begin, width}});
         });
         return activate(hidden, _pass.exactRows(), join, _pass.fastRows(), join);
     }
     bool fused = gate.type == up.type;
     const bool together = _pass.forPairs(gate, up, [&](const Matrix& gatePart, const Matrix& upPart, int64_t begin) {
+        const std::vector<cuda::MatvecOutput> outputs = {{gatePart, nullptr, gates + begin, width},
+                                                         {upPart, nullptr, ups + begin, width}};
         if (fused) {
             _pass.forExactGroups([&](int64_t first, int rows) {
                 cuda::matvecGated(_pass.stream, x.from(first), rows, gatePart, upPart,
                                   cuda::rowsFrom(hidden.exact, first, hidden.cols), begin, width, join);
             });
         } else {
-            exact(x, {{gatePart, nullptr, gates + begin, width}, {upPart, nullptr, ups + begin, width}});
+            exact(x, outputs);
         }
-        fast(x, gatePart, nullptr, gates + begin, width, cuda::Store::Write);
-        fast(x, upPart, nullptr, ups + begin, width, cuda::Store::Write);
+        fast(x, outputs, cuda::Store::Write);
     });
     if (!together) {
         fused = false;

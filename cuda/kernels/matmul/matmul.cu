@@ -3,6 +3,7 @@
 #include "kernels/matmul/matmul.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "kernels/matmul/matmul_kernel.cuh"
 #include "kernels/matmul/matmul_narrow.h"
@@ -55,10 +56,11 @@ template <DType T> void launchFloat(Stream& stream, MatmulCall call) {
     launchLayout<T, true>(stream, call);
 }
 
+bool isSplit(const MatmulCall& call) { return call.type == DType::F32 || (info(call.type).isFloat && call.x.lo); }
+
 void launchType(Stream& stream, const MatmulCall& call, DType type) {
     if (call.shape.rows == 0) return;
-    const bool split = type == DType::F32 || (info(type).isFloat && call.x.lo);
-    if (!split && matmulByWarpgroups(stream, call, type)) return;
+    if (!isSplit(call) && takesWarpgroups(stream, call, type)) return matmulByWarpgroups(stream, call, type);
     if (type == DType::F32 && matmulNarrow(stream, call)) return;
     if (type == DType::F32) return launchFloat<DType::F32>(stream, call);
     withNarrowType(type, [&](auto tag) {
@@ -92,16 +94,31 @@ static MatmulCall callOf(const Matrix& w, const HalfRows& x, int64_t rows, float
     return call;
 }
 
+void matmul(Stream& stream, const HalfRows& x, int64_t rows, const std::vector<MatvecOutput>& outputs, Store store) {
+    std::vector<MatmulCall> calls;
+    for (const MatvecOutput& output : outputs) {
+        const Matrix& w = output.w;
+        if (output.stride != 0 && output.stride < w.rows)
+            throw Error(ErrorKind::Internal, "matmul: " + std::to_string(w.rows) + " outputs do not fit in rows of " +
+                                                 std::to_string(output.stride));
+        MatmulCall call = callOf(w, x, rows, output.y, output.stride == 0 ? w.rows : output.stride);
+        call.bias = output.bias;
+        call.add = store == Store::Add;
+        call.aligned = isAligned(call);
+        if (w.rows > 0) calls.push_back(call);
+    }
+    const bool together = calls.size() > 1 && std::all_of(calls.begin(), calls.end(), [&](const MatmulCall& call) {
+                              return !isSplit(call) && takesWarpgroups(stream, call, call.type) && hasFewRows(call);
+                          });
+    for (const MatmulCall& call : calls) {
+        if (!together) launchType(stream, call, call.type);
+        else matmulOfFewRows(stream, call, call.type, &call == &calls.front() ? Together::First : Together::Later);
+    }
+}
+
 void matmul(Stream& stream, const Matrix& w, const HalfRows& x, int64_t rows, const float* bias, float* y, Store store,
             int64_t stride) {
-    if (stride != 0 && stride < w.rows)
-        throw Error(ErrorKind::Internal,
-                    "matmul: " + std::to_string(w.rows) + " outputs do not fit in rows of " + std::to_string(stride));
-    MatmulCall call = callOf(w, x, rows, y, stride == 0 ? w.rows : stride);
-    call.bias = bias;
-    call.add = store == Store::Add;
-    call.aligned = isAligned(call);
-    launchType(stream, call, w.type);
+    matmul(stream, x, rows, {{w, bias, y, stride}}, store);
 }
 
 void matmulByHead(Stream& stream, const HeadRows& weights, const HalfRows& x, int64_t rows, float* y) {

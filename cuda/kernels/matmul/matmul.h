@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "core/matrix.h"
 #include "kernels/matvec/by_head.h"
@@ -23,6 +24,8 @@ enum class Store { Write, Add };
 // rows of the whole: the bits depend on it.
 void matmul(Stream& stream, const Matrix& w, const HalfRows& x, int64_t rows, const float* bias, float* y, Store store,
             int64_t stride = 0);
+// The same for several matrices with the same number of columns. Those of few rows can run at the same time.
+void matmul(Stream& stream, const HalfRows& x, int64_t rows, const std::vector<MatvecOutput>& outputs, Store store);
 
 // The products of matvecByHead() with many rows: x has rows * heads rows.
 void matmulByHead(Stream& stream, const HeadRows& weights, const HalfRows& x, int64_t rows, float* y);

@@ -293,6 +293,19 @@ private:
     int _blocks, _block, _row, _firstRow, _lastRow;
 };
 
+// Elements 2 p and 2 p + 1 of eight of type T.
+template <DType T, int kWords> __device__ __forceinline__ float2 pairOf(const uint4 (&raw)[kWords], int p) {
+    if constexpr (T == DType::F32) {
+        const uint4 four = raw[p / 2];
+        return p % 2 ? float2{__uint_as_float(four.z), __uint_as_float(four.w)}
+                     : float2{__uint_as_float(four.x), __uint_as_float(four.y)};
+    } else {
+        const uint32_t word = p == 0 ? raw[0].x : p == 1 ? raw[0].y : p == 2 ? raw[0].z : raw[0].w;
+        if constexpr (T == DType::BF16) return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+        else return {floatOfLowHalf(word), floatOfHighHalf(word)};
+    }
+}
+
 // Feeds float weights, whose rows are as in the file. Eight neighbouring threads share a row's step, with 8 elements
 // each.
 template <DType T, bool kSplit, int kThreads, int kTileN> class FloatFeed {
@@ -338,7 +351,7 @@ public:
             uint32_t pair[4];
 #pragma unroll
             for (int p = 0; p < 4; ++p) {
-                const float2 value = valuesOf(from.raw[i], p);
+                const float2 value = pairOf<T>(from.raw[i], p);
                 pair[p] = packPair(value.x, value.y);
                 if (!kSplit || !step.lowW) continue;
                 const float2 high = unpackPair(pair[p]);
@@ -351,19 +364,6 @@ public:
 private:
     __device__ __forceinline__ int rowOf(int part, int i) const {
         return _row + (part * kChunks + i) * (kThreads / kRowChunks);
-    }
-
-    // Elements 2 p and 2 p + 1 of a chunk.
-    static __device__ __forceinline__ float2 valuesOf(const uint4 (&raw)[kWords], int p) {
-        if constexpr (T == DType::F32) {
-            const uint4 four = raw[p / 2];
-            return p % 2 ? float2{__uint_as_float(four.z), __uint_as_float(four.w)}
-                         : float2{__uint_as_float(four.x), __uint_as_float(four.y)};
-        } else {
-            const uint32_t word = p == 0 ? raw[0].x : p == 1 ? raw[0].y : p == 2 ? raw[0].z : raw[0].w;
-            if constexpr (T == DType::BF16) return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
-            else return {floatOfLowHalf(word), floatOfHighHalf(word)};
-        }
     }
 
     const uint8_t* _w;

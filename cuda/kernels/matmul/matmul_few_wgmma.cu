@@ -1,60 +1,53 @@
-// The matrix product of prefill on Hopper for up to 16 rows: short prompts, and experts that few rows chose.
-//
-// Such a product is bound by the latency of its weights: there are fewer tiles than multiprocessors, and a block that
-// waits for memory after every step of 64 columns has few loads in flight. So a block is one warpgroup with 64 outputs.
-// It goes along k in strides of four steps, whose weights are loaded together.
-#include "kernels/matmul/matmul_wgmma.cuh"
+// Launches the products of few rows on Hopper.
+#include <algorithm>
+
+#include "kernels/matmul/matmul_few.cuh"
 #include "kernels/matmul/matmul_wgmma.h"
 
 namespace sharpi::cuda {
 
 namespace {
 
-using FewTiling = WgmmaTiling<64, 16, 128, 4, 0, 1>;
+using ShortTiling = FewTiling<64, 2, 6, 4, 256>;
+using TallTiling = FewTiling<128, 1, 9, 7, 128>;
 
-// Without Hopper's own instructions the kernel is compiled empty.
-template <DType T>
-__global__ void __launch_bounds__(FewTiling::kThreads, FewTiling::kBlocksAtOnce)
-    matmulFewKernel(const __grid_constant__ MatmulCall call) {
-#ifdef SHARPI_WGMMA
-    extern __shared__ __align__(1024) uint8_t shared[];
-    allowNext();
-    if (call.groups.begin) waitForPrevious();  // another kernel writes the tiles' arrays
-    const TilePlace place = placeOf<kWarpgroupExpertTile, FewTiling::kTileN>(call);
-    bool isFirst = !call.groups.begin;
-    for (TilePlace few = place; few.begin < place.end; few.begin += FewTiling::kTileT) {
-        few.end = min(few.begin + FewTiling::kTileT, place.end);
-        multiplyTile<T, FewTiling, FewTiling::kTileT>(call, few, reinterpret_cast<float*>(shared), isFirst);
-        isFirst = false;
-        __syncthreads();  // the next rows' tiles overwrite the sums
-    }
-#endif
+template <typename Tiling> void launchFew(Stream& stream, const MatmulCall& call, DType type, Together order) {
+    FewCall few;
+    few.call = call;
+    few.order = order;
+    few.tilesT = call.groups.begin
+                     ? static_cast<int32_t>(call.groups.tiles * blocksPerExpertTile<Tiling::kTileT>(call.groups))
+                     : 1;
+    few.tilesN = static_cast<int32_t>(call.by.tiles(call.shape, Tiling::kTileN));
+    // As many blocks as there are multiprocessors, or a multiple of that, if they would have too many items.
+    const int64_t items = int64_t{few.tilesT} * few.tilesN * call.by.count,
+                  atOnce = int64_t{stream.device().multiprocessors} * Tiling::kMostItems,
+                  blocks = (items + atOnce - 1) / atOnce * stream.device().multiprocessors;
+    withNarrowType(type, [&](auto tag) {
+        const auto kernel = matmulFewKernel<decltype(tag)::kType, Tiling>;
+        allowShared(kernel, Tiling::kSharedBytes);
+        launch(stream, kernel, dim3(static_cast<unsigned>(std::min(items, blocks))), dim3(Tiling::kThreads),
+               Tiling::kSharedBytes, few);
+    });
 }
 
-template <DType T> void launchFew(Stream& stream, const MatmulCall& call) {
-    const int64_t tilesT = call.groups.begin ? call.groups.tiles : 1,
-                  tilesN = call.by.tiles(call.shape, FewTiling::kTileN);
-    allowShared(matmulFewKernel<T>, FewTiling::kSharedBytes);
-    launch(stream, matmulFewKernel<T>,
-           dim3(static_cast<unsigned>(tilesT), static_cast<unsigned>(tilesN), call.by.grids()),
-           dim3(FewTiling::kThreads), FewTiling::kSharedBytes, call);
-}
-
-// For experts, the mean number of rows decides. An expert with more rows takes them 16 at a time.
-bool isFew(const MatmulCall& call) {
-    if (!call.groups.begin) return call.rows <= FewTiling::kTileT;
-    constexpr int64_t kMeanPairs = 4;
-    const int64_t experts = call.groups.tiles - call.groups.pairs / kSmallExpertTile -
-                            1;  // an upper bound of those with pairs: see maxExpertTiles
-    return call.groups.pairs <= kMeanPairs * experts;
+// The mean number of rows decides. An expert with more of them has further tiles.
+bool areFew(const ExpertGroups& groups) {
+    constexpr int64_t kMeanPairs = 16;
+    // An upper bound of the experts with pairs: see maxExpertTiles.
+    const int64_t experts = groups.tiles - groups.pairs / kSmallExpertTile - 1;
+    return groups.pairs <= kMeanPairs * experts;
 }
 
 }  // namespace
 
-bool matmulOfFewRows(Stream& stream, const MatmulCall& call, DType type) {
-    if (!isFew(call)) return false;
-    withNarrowType(type, [&](auto tag) { launchFew<decltype(tag)::kType>(stream, call); });
-    return true;
+bool hasFewRows(const MatmulCall& call) {
+    return call.groups.begin ? areFew(call.groups) : call.rows <= TallTiling::kTileT;
+}
+
+void matmulOfFewRows(Stream& stream, const MatmulCall& call, DType type, Together order) {
+    if (call.groups.begin || call.rows <= ShortTiling::kTileT) launchFew<ShortTiling>(stream, call, type, order);
+    else launchFew<TallTiling>(stream, call, type, order);
 }
 
 }  // namespace sharpi::cuda

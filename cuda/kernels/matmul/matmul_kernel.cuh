@@ -23,27 +23,35 @@ template <int kTileT> __host__ __device__ constexpr int blocksPerExpertTile(cons
     return (groups.tilePairs + kTileT - 1) / kTileT;
 }
 
-template <int kTileT, int kTileN> __device__ __forceinline__ TilePlace placeOf(const MatmulCall& call) {
+// The rows of w of head `z` of the call's, or all if it has no heads, and where their outputs go.
+__device__ __forceinline__ TilePlace headOf(const MatmulCall& call, int z) {
     TilePlace place;
-    place.firstRow = static_cast<int64_t>(blockIdx.y) * kTileN;
     place.endRow = call.shape.rows;
     place.w = call.w;
     place.y = call.y;
     if (call.by.heads) {
-        place.head = call.by.first + static_cast<int>(blockIdx.z);
+        place.head = call.by.first + z;
         const int64_t from = static_cast<int64_t>(place.head) * call.by.rowsOfHead - call.by.begin;
-        place.firstRow += max(from, int64_t{0});
+        place.firstRow = max(from, int64_t{0});
         place.endRow = min(from + call.by.rowsOfHead, call.shape.rows);
         place.y += place.head * call.by.stride - from;
-        if (place.firstRow >= place.endRow) return place;
     }
+    return place;
+}
+
+// The tile number `t` along the rows of x and `n` along those of w, of head `z`. A tile without rows is none.
+template <int kTileT, int kTileN>
+__device__ __forceinline__ TilePlace placeOf(const MatmulCall& call, int t, int n, int z) {
+    TilePlace place = headOf(call, z);
+    place.firstRow += static_cast<int64_t>(n) * kTileN;
+    if (place.firstRow >= place.endRow) return place;
     if (!call.groups.begin) {
-        place.begin = static_cast<int64_t>(blockIdx.x) * kTileT;
+        place.begin = static_cast<int64_t>(t) * kTileT;
         place.end = min(place.begin + kTileT, call.rows);
         return place;
     }
     const int share = blocksPerExpertTile<kTileT>(call.groups);
-    const int tile = static_cast<int>(blockIdx.x) / share, part = static_cast<int>(blockIdx.x) % share;
+    const int tile = t / share, part = t % share;
     const int expert = call.groups.tileExpert[tile];
     if (expert < 0) return place;  // past the end of the tiles
     const int element = call.which.index ? call.which.index[expert] : expert;
@@ -54,6 +62,11 @@ template <int kTileT, int kTileN> __device__ __forceinline__ TilePlace placeOf(c
     place.end = min(begin + (part + 1) * kTileT, end);
     place.w += static_cast<size_t>(element - call.which.first) * call.expertStride;
     return place;
+}
+// That of a block of a grid with these dimensions.
+template <int kTileT, int kTileN> __device__ __forceinline__ TilePlace placeOf(const MatmulCall& call) {
+    return placeOf<kTileT, kTileN>(call, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
+                                   static_cast<int>(blockIdx.z));
 }
 
 // The place of the sum of row t and output n when a block's sums are gathered in shared memory. Groups of eight outputs

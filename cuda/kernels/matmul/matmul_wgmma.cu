@@ -49,18 +49,18 @@ MatmulTile chooseTile(int64_t rows, int64_t outputs, int64_t matrices, int multi
     return std::min_element(std::begin(kCandidates), std::end(kCandidates), isSooner)->tile;
 }
 
-bool matmulByWarpgroups(Stream& stream, const MatmulCall& call, DType type) {
-    if (!runsByWarpgroups(stream.device()) || type == DType::F32 || !call.aligned) return false;
-    if (matmulOfFewRows(stream, call, type)) return true;
-    if (call.groups.begin) {
-        withNarrowType(type, [&](auto tag) { launchTiling<decltype(tag)::kType, ExpertTiling>(stream, call); });
-        return true;
-    }
+bool takesWarpgroups(const Stream& stream, const MatmulCall& call, DType type) {
+    return runsByWarpgroups(stream.device()) && type != DType::F32 && call.aligned;
+}
+
+void matmulByWarpgroups(Stream& stream, const MatmulCall& call, DType type) {
+    if (hasFewRows(call)) return matmulOfFewRows(stream, call, type);
+    if (call.groups.begin)
+        return withNarrowType(type, [&](auto tag) { launchTiling<decltype(tag)::kType, ExpertTiling>(stream, call); });
     const MatmulTile tile =
         chooseTile(call.rows, call.by.rowsOf(call.shape), call.by.count, stream.device().multiprocessors);
     if (tile.outputs == 64) matmulInSmallTiles(stream, call, type, tile.rows);
     else withNarrowType(type, [&](auto tag) { launchTiling<decltype(tag)::kType, LargeTiling>(stream, call); });
-    return true;
 }
 
 }  // namespace sharpi::cuda

@@ -4,16 +4,22 @@
 #include <cstdint>
 
 #include "core/dtype.h"
-#include "device/stream.h"
+#include "device/launch.cuh"
 
 namespace sharpi::cuda {
 
 struct MatmulCall;
 
-// Launches the product in its plain form. Returns false and launches nothing if Hopper's instructions cannot do it: on
-// another device, in a build without them (the "a" in the architecture 90a), for F32 weights, for rows that are not
-// whole 16-byte words, or with SHARPI_CUDA_WGMMA=0.
-bool matmulByWarpgroups(Stream& stream, const MatmulCall& call, DType type);
+// Whether Hopper's instructions can do the product in its plain form: not on another device, in a build without them
+// (the "a" in the architecture 90a), for F32 weights, for rows that are not whole 16-byte words, or with
+// SHARPI_CUDA_WGMMA=0.
+bool takesWarpgroups(const Stream& stream, const MatmulCall& call, DType type);
+void matmulByWarpgroups(Stream& stream, const MatmulCall& call, DType type);
+
+// Whether reading the weights takes the time. Such products have a kernel of their own (matmul_few.cuh), with the same
+// bits. Those of several matrices with the same rows can run together.
+bool hasFewRows(const MatmulCall& call);
+void matmulOfFewRows(Stream& stream, const MatmulCall& call, DType type, Together order = Together::Alone);
 
 // The most pairs of an expert's tile for these kernels, and whether they are the ones that run on the device.
 constexpr int kWarpgroupExpertTile = 160;
@@ -21,9 +27,6 @@ bool runsByWarpgroups(const DeviceInfo& device);
 
 // --- what matmulByWarpgroups alone calls ---
 
-// The same bits for up to 16 rows, where reading the weights takes the time (matmul_few_wgmma.cu). Returns false and
-// launches nothing for more rows.
-bool matmulOfFewRows(Stream& stream, const MatmulCall& call, DType type);
 // The same bits in tiles of 64 outputs and 64 or 128 rows (matmul_small_wgmma.cu).
 void matmulInSmallTiles(Stream& stream, const MatmulCall& call, DType type, int tileRows);
 

@@ -102,6 +102,9 @@ TEST_P(Matmul, TailsInEveryDimension) {
         for (const int64_t outputs : {1, 2, 63, 129, 256}) check(DType::Q4_K, rows, outputs, 256, false);
 }
 
+// More tiles than blocks that run at once can note down.
+TEST_P(Matmul, ManyOutputs) { check(DType::Q8_0, 3, stream().device().multiprocessors * 256 * 64 + 70, 32, false); }
+
 TEST_P(Matmul, AnyNumberOfColumnsWithFloatWeights) {
     for (const int64_t cols : {1, 7, 8, 12, 33, 63, 65, 72, 100, 132, 260}) {
         for (const DType type : kFloats) {
@@ -319,28 +322,72 @@ TEST_P(Matmul, NarrowProductsAreCloseToTheExactOnes) {
             }
 }
 
-// The launches of a step follow each other without waiting: a product must see what the launch before it wrote.
+// The launches of a step follow each other without waiting: a product must see what the launch before it wrote, and the
+// launch after several products that run together must see all that they wrote. The first of them takes the longest.
 TEST_P(Matmul, ReadsWhatThePreviousLaunchWrote) {
-    const int64_t rows = 256, width = 512;
-    const Weights w = weights(DType::Q8_0, width, width);
-    const std::vector<float> start = randomFloats(static_cast<size_t>(rows * width), 0.1f);
-    const auto run = [&](bool waiting) {
-        const DeviceArray<float> x(start);
-        const DeviceArray<uint16_t> half(static_cast<size_t>(rows * width));
-        const auto pause = [&] {
-            if (waiting) stream().synchronize();
+    const int64_t width = 512, outputs = 64 * width;
+    const Weights large = weights(DType::Q8_0, outputs, width), small = weights(DType::Q4_0, width, width);
+    for (const int64_t rows : {1, 40, 128, 256}) {
+        SCOPED_TRACE(std::to_string(rows) + " rows");
+        const std::vector<float> start = randomFloats(static_cast<size_t>(rows * width), 0.1f);
+        const auto run = [&](bool waiting) {
+            const DeviceArray<float> x(start), y(static_cast<size_t>(rows * outputs));
+            const DeviceArray<uint16_t> half(static_cast<size_t>(rows * width));
+            const auto pause = [&] {
+                if (waiting) stream().synchronize();
+            };
+            const auto convert = [&](const float* from) {
+                RowOutputs out;
+                out.half.hi = half.get();
+                convertRows(stream(), from, rows, width, out);
+                pause();
+            };
+            for (int i = 0; i < 8; ++i) {
+                convert(x.get());
+                const std::vector<MatvecOutput> both = {{large.packed, nullptr, y.get(), 0},
+                                                        {small.packed, nullptr, x.get(), 0}};
+                if (!waiting) matmul(stream(), {half.get(), nullptr}, rows, both, Store::Write);
+                for (const MatvecOutput& one : both) {
+                    if (!waiting) break;
+                    matmul(stream(), {half.get(), nullptr}, rows, {one}, Store::Write);
+                    pause();
+                }
+                // The last outputs of the last rows, as the next ones' input.
+                convert(y.get() + rows * (outputs - width));
+                matmul(stream(), small.packed, {half.get(), nullptr}, rows, nullptr, x.get(), Store::Add);
+                pause();
+            }
+            return x.read();
         };
-        for (int i = 0; i < 8; ++i) {
-            RowOutputs out;
-            out.half.hi = half.get();
-            convertRows(stream(), x.get(), rows, width, out);
-            pause();
-            matmul(stream(), w.packed, out.half, rows, nullptr, x.get(), Store::Write);
-            pause();
+        EXPECT_TRUE(sameBits(run(true), run(false)));
+    }
+}
+
+// Matrices of several types and sizes, whose products may run together.
+TEST_P(Matmul, SeveralHaveTheBitsOfEach) {
+    const int64_t cols = 768;
+    std::vector<Weights> all;
+    for (const auto& [type, outputs] :
+         {std::pair{DType::Q4_K, 700}, {DType::Q6_K, 64}, {DType::F16, 1}, {DType::Q8_0, 130}, {DType::Q4_K, 65}})
+        all.push_back(weights(type, outputs, cols));
+    const DeviceArray<float> bias(randomFloats(700));
+    for (const int64_t rows : {1, 17, 64, 65, 128, 129}) {
+        const Activations x = activations(rows, cols, false);
+        for (const Store store : {Store::Write, Store::Add}) {
+            std::vector<std::unique_ptr<DeviceArray<float>>> one, together;
+            std::vector<MatvecOutput> outputs;
+            for (const Weights& w : all) {
+                const std::vector<float> before = randomFloats(static_cast<size_t>(rows * w.packed.rows));
+                for (auto* to : {&one, &together}) to->push_back(std::make_unique<DeviceArray<float>>(before));
+                const float* with = outputs.empty() ? bias.get() : nullptr;
+                outputs.push_back({w.packed, with, together.back()->get(), 0});
+                matmul(stream(), w.packed, x.rows(), rows, with, one.back()->get(), store);
+            }
+            matmul(stream(), x.rows(), rows, outputs, store);
+            for (size_t i = 0; i < all.size(); ++i)
+                EXPECT_TRUE(sameBits(one[i]->read(), together[i]->read())) << "matrix " << i << ", " << rows << " rows";
         }
-        return x.read();
-    };
-    EXPECT_TRUE(sameBits(run(true), run(false)));
+    }
 }
 
 // Pairs, grouped by expert: counts[e] of them go to expert e, each with a random row of x.

@@ -118,7 +118,7 @@ TEST_P(MatmulRows, InHoppersTilesOfEverySize) {
         MatmulTile tile;
     };
     for (const Shape& shape :
-         {Shape{61, 190, {64, 64}}, Shape{31, 190, {64, 64}}, Shape{255, processors / 2 * 64 - 3, {64, 128}},
+         {Shape{189, 190, {64, 64}}, Shape{159, 190, {64, 64}}, Shape{255, processors / 2 * 64 - 3, {64, 128}},
           Shape{1021, processors / 4 * 128 - 3, {128, 256}}}) {
         const MatmulTile tile = chooseTile(shape.rows, shape.outputs, 1, processors);
         ASSERT_EQ(tile.outputs, shape.tile.outputs);
@@ -129,6 +129,42 @@ TEST_P(MatmulRows, InHoppersTilesOfEverySize) {
         expectIndependent(DType::Q6_K, shape.rows, shape.outputs, 768, false, 1);
         expectIndependent(DType::IQ2_XXS, shape.rows, shape.outputs, 768, false, 1);
         for (const int64_t cols : {72, 200}) expectIndependent(DType::BF16, shape.rows, shape.outputs, cols, false, 1);
+    }
+}
+
+// Every number of rows that the kernel for few rows tells apart, with rows of w that end within a step, after half a
+// stride and after a whole one.
+TEST_P(MatmulRows, OfFewRows) {
+    struct Shape {
+        DType type;
+        int64_t cols;
+    };
+    constexpr int64_t kRows = 300, kOutputs = 190;
+    for (const Shape& shape : {Shape{DType::Q5_0, 32},
+                               {DType::Q5_0, 96},
+                               {DType::Q5_0, 160},
+                               {DType::Q5_0, 1056},
+                               {DType::Q4_K, 2304},
+                               {DType::Q6_K, 768},
+                               {DType::Q8_0, 1024},
+                               {DType::IQ2_XXS, 768},
+                               {DType::BF16, 72},
+                               {DType::F16, 200}}) {
+        SCOPED_TRACE(describe(shape.type, kRows, kOutputs, shape.cols));
+        const Weights w = weights(shape.type, kOutputs, shape.cols);
+        const Activations x = activations(kRows, shape.cols, false);
+        const std::vector<float> before = randomFloats(kRows * kOutputs);
+        const DeviceArray<float> bias(randomFloats(kOutputs));
+        for (const float* with : {static_cast<const float*>(nullptr), static_cast<const float*>(bias.get())}) {
+            const std::vector<float> whole = product(w, x.rows(), {0, kRows}, before, with);
+            for (const int64_t count : {1, 15, 16, 17, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129}) {
+                const int64_t begin = (kRows - count) / 2;
+                const auto expected = whole.begin() + begin * kOutputs;
+                EXPECT_TRUE(sameBits({expected, expected + count * kOutputs},
+                                     product(w, x.rows(), {begin, begin + count}, before, with)))
+                    << count << " rows";
+            }
+        }
     }
 }
 
