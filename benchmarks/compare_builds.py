@@ -14,6 +14,7 @@ only:
 * decode: tokens/s after a prompt of 64 tokens (greedy; drawn for mixtures of experts, see `Benchmark.decode`);
 * prefill: tokens/s of a prompt of --prefill tokens;
 * first: milliseconds from a prompt to its first token, in a fresh session, for several lengths of prompts;
+* rest: the same, of prompts whose first 512 tokens the session has, for several numbers of further tokens;
 * drafts: milliseconds of steps with 1 and 2 drafted tokens, and these relative to plain steps (see `drafts.py`);
 * turns: a conversation in one session. Each turn adds 64 tokens to the prompt and draws an answer of 128. Milliseconds
   from each prompt to its first token, and the tokens that were evaluated for it: a build that evaluates the answer's
@@ -46,10 +47,13 @@ from compare_llama_cpp import cpu_name, note, number, warm_page_cache
 
 if TYPE_CHECKING:
     from sharpi import Model
+    from sharpi.generation import Timing
+    from sharpi.session import Session
 
 BUILDS = ("old", "new")
 PROMPT = 64  # tokens before those that are measured
 FIRST = (1, 5, 8, 9, 64, 300)  # lengths of prompts
+HELD, REST = 512, (1, 8, 16, 33, 64, 100, 128, 200)  # tokens that a session has, and those that it has to compute
 TURN_PROMPT, TURN_ANSWER = 64, 128  # tokens
 # What --quick makes of the options: enough to see that everything runs.
 QUICK = {"decode": 32, "prefill": 256, "draft_steps": 8, "turns": 3, "repeat": 1}
@@ -81,12 +85,17 @@ class Prompts:
         return self._random.integers(0, self._vocabulary, tokens).tolist()
 
 
-def first_token(model: Model, prompt: list[int]) -> float:
-    """Seconds from a prompt to its first token, in a fresh session."""
-    generation = model.session().generate(prompt, max_tokens=1, temperature=0.0, draft="off")
+def prompt_timing(session: Session, prompt: list[int]) -> Timing:
+    """What a prompt and its first token take."""
+    generation = session.generate(prompt, max_tokens=1, temperature=0.0, draft="off")
     for _ in generation:
         pass
-    return generation.timing.prompt_seconds
+    return generation.timing
+
+
+def first_token(model: Model, prompt: list[int]) -> float:
+    """Seconds from a prompt to its first token, in a fresh session."""
+    return prompt_timing(model.session(), prompt).prompt_seconds
 
 
 def medians(repeat: int, *measure: Callable[[], float]) -> list[float]:
@@ -112,6 +121,19 @@ def measure_first(model: Model, prompts: Prompts, options: argparse.Namespace) -
     # In turn: what one length leaves in a cache of experts meets all others alike.
     found = medians(options.repeat, *(lambda n=n: first_token(model, prompts.next(n)) for n in FIRST))
     return {f"first token after {tokens}, ms": 1e3 * seconds for tokens, seconds in zip(FIRST, found, strict=True)}
+
+
+def measure_rest(model: Model, prompts: Prompts, options: argparse.Namespace) -> dict[str, float]:
+    session, held = model.session(), prompts.next(HELD)
+
+    def timing(tokens: int) -> Timing:
+        return prompt_timing(session, held + prompts.next(tokens))
+
+    timing(1)
+    found = medians(options.repeat, *(lambda n=n: timing(n).prompt_seconds for n in REST))
+    return {f"first token after {tokens} more, ms": 1e3 * seconds
+            for tokens, seconds in zip(REST, found, strict=True)} | {
+                f"{REST[0]} more, tokens evaluated": timing(REST[0]).prompt_tokens}
 
 
 def measure_drafts(model: Model, prompts: Prompts, options: argparse.Namespace) -> dict[str, float]:
@@ -159,8 +181,8 @@ def conversation(model: Model, prompts: Prompts, turns: int, answer: int) -> lis
 
 # Besides "load", with which every process begins.
 MEASURES: dict[str, Callable[[Model, Prompts, argparse.Namespace], dict[str, float]]] = {
-    "decode": measure_decode, "prefill": measure_prefill, "first": measure_first, "drafts": measure_drafts,
-    "turns": measure_turns}
+    "decode": measure_decode, "prefill": measure_prefill, "first": measure_first, "rest": measure_rest,
+    "drafts": measure_drafts, "turns": measure_turns}
 MEASUREMENTS = ("load", *MEASURES)
 
 
@@ -169,7 +191,7 @@ def load(options: argparse.Namespace) -> tuple[Model, dict[str, float]]:
     from sharpi import Model
 
     context = 256 + max(options.prefill, options.turns * (TURN_PROMPT + TURN_ANSWER),
-                        PROMPT + max(options.decode, options.draft_steps), *FIRST)
+                        PROMPT + max(options.decode, options.draft_steps), *FIRST, HELD + max(REST))
     started = time.perf_counter()
     model = Model.load(options.models[0], device=options.device, vram=options.vram, context=context,
                        threads=options.threads, profile=options.profile)

@@ -60,7 +60,7 @@ def test_slower_is_what_is_worse_by_more_than_the_tolerance(name, old, new, said
 
 def test_a_build_compared_with_itself(tmp_path):
     kept = tmp_path / "readings.json"
-    done = run("--old", BUILD, "--new", BUILD, "--measure", "load", "first", "turns:1", "--json", kept)
+    done = run("--old", BUILD, "--new", BUILD, "--measure", "load", "first", "rest:1", "turns:1", "--json", kept)
     assert done.returncode == 0, done.stderr
     job, = json.loads(kept.read_text())["jobs"]
     for side in compare_builds.BUILDS:
@@ -69,9 +69,11 @@ def test_a_build_compared_with_itself(tmp_path):
                                                                         "turn 2, first token, ms"}
         assert not any(name.startswith("turn ") for name in second)
         assert all(second[f"first token after {tokens}, ms"] > 0 for tokens in compare_builds.FIRST)
+        assert all(first[f"first token after {tokens} more, ms"] > 0 for tokens in compare_builds.REST)
         assert 0 < second["load, s"] < second["load to first token, s"]
     # The answer's last token and the 64 new ones; the CPU has one arithmetic, so nothing is evaluated again.
     assert "| later turns, tokens evaluated | 65.0 | 65.0 | 1.000 |" in done.stdout
+    assert "| 1 more, tokens evaluated | 1.00 | 1.00 | 1.000 |" in done.stdout
     shown = subprocess.run([sys.executable, BENCHMARKS / "compare_builds.py", "--show", kept], capture_output=True,
                            text=True, check=True)
     assert shown.stdout == done.stdout
