@@ -98,6 +98,8 @@ void matmul(Stream& stream, const HalfRows& x, int64_t rows, const std::vector<M
     std::vector<MatmulCall> calls;
     for (const MatvecOutput& output : outputs) {
         const Matrix& w = output.w;
+        if (w.cols != outputs.front().w.cols)
+            throw Error(ErrorKind::Internal, "matmul: matrices with different numbers of columns");
         if (output.stride != 0 && output.stride < w.rows)
             throw Error(ErrorKind::Internal, "matmul: " + std::to_string(w.rows) + " outputs do not fit in rows of " +
                                                  std::to_string(output.stride));

@@ -371,6 +371,18 @@ private:
     int _row, _chunk;
 };
 
+// One thread prefetches `count` blocks of quantized weights into the L2 cache. first: the first of a superblock.
+template <DType T>
+__device__ __forceinline__ void fetchBlocksAhead(const MatmulCall& call, const uint8_t* w, uint32_t first,
+                                                 int64_t count) {
+    const auto fetch = [&](auto tag) {
+        using P = PlanesOf<decltype(tag)::kType>;
+        P::fetchAhead(P::begin(w, call.shape), first, count);
+    };
+    if constexpr (T == kAnyRare) withRareType(call.type, fetch);
+    else if constexpr (!kIsFloat<T>) fetch(Tag<T>{});
+}
+
 template <DType T, bool kSplit, int kThreads, int kTileN, bool kFloat = kIsFloat<T>> struct WeightFeedOf {
     using Type = FloatFeed<T, kSplit, kThreads, kTileN>;
 };

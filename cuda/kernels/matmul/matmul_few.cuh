@@ -4,12 +4,12 @@
 // the same threads load, expand and multiply, each of these waits for the others. So warps have roles. *Producers* load
 // packed weights, expand them into a ring of slots in shared memory, and copy the activations beside them. *Consumers*,
 // one warpgroup, multiply. They meet at two mbarriers of each slot: one says that it is full, the other that it is
-// empty. Consumers, not producers, make what was written visible to the tensor cores (fence.proxy.async), since that
-// waits for all of a thread's loads, and producers always have some in flight.
+// empty. The consumers make what the producers wrote visible to the tensor cores, because publishToTensorCores() waits
+// for all loads of its thread, and a producer always has loads in flight.
 //
-// A multiprocessor has one block, which takes one tile of y after the other (its *items*). A slot has a *stride*, one
-// or two steps along k. Strides run on from one item to the next. A team of producers fills a slot, a warp for each
-// step, and the teams take strides in turn.
+// A multiprocessor runs one block at a time, which takes one tile of y after the other (its *items*). A slot has a
+// *stride*, one or two steps along k. Strides are numbered across items, so the ring does not drain between two items.
+// A team of producers fills a slot, a warp for each step, and the teams take strides in turn.
 //
 // Products of several matrices with the same rows can run together: small ones leave multiprocessors free.
 #pragma once
@@ -21,14 +21,14 @@
 
 namespace sharpi::cuda {
 
-// What of a TilePlace differs among the tiles of a launch. element: of a stack.
+// What of a TilePlace differs among the tiles of a launch. element: the matrix's number in its stack.
 struct alignas(16) FewItem {
     int32_t begin, firstRow, element;
     int16_t rows, head;
 };
 
-// kTileT: the most rows of x. kStride: steps of kTileDepth columns in a slot. kTeams: of producers. Two of the slots
-// are those of products that may be running.
+// kTileT: the most rows of x. kStride: steps of kTileDepth columns in a slot. kTeams: of producers. The consumers
+// hold up to two slots, and each team can fill another one.
 template <int kTileT_, int kStride_, int kSlots_, int kTeams_, int kMostItems_> struct FewTiling {
     static constexpr int kTileN = 64, kTileT = kTileT_, kStride = kStride_, kSlots = kSlots_, kTeams = kTeams_;
     static constexpr int kConsumers = 128, kThreads = kConsumers + kTeams * kStride * 32;
@@ -45,7 +45,9 @@ template <int kTileT_, int kStride_, int kSlots_, int kTeams_, int kMostItems_> 
 
 struct FewCall {
     MatmulCall call;
-    int32_t tilesT = 0, tilesN = 0;  // of each matrix
+    int32_t tilesT = 0;  // along the rows of x, of all experts: `parts` for each tile of the call's groups
+    int32_t parts = 1;
+    int32_t tilesN = 0;  // along the rows of w, of each head
     Together order = Together::Alone;
 };
 
@@ -118,15 +120,17 @@ template <typename Tiling> struct FewBlock {
 
 private:
     // Each thread looks at some of the block's tiles. It does not matter in which order the items stand. Neighbouring
-    // blocks have neighbouring outputs of the same rows.
+    // blocks have neighbouring outputs of the same rows. All first parts of experts' tiles come before all second ones,
+    // of which few have rows, so that all blocks get as many items.
     __device__ __forceinline__ void find(FewItem* to, int* found) const {
         const MatmulCall& call = few.call;
         const int all = few.tilesN * few.tilesT * call.by.count, blocks = static_cast<int>(gridDim.x);
         for (int item = static_cast<int>(blockIdx.x + threadIdx.x * gridDim.x); item < all;
              item += Tiling::kThreads * blocks) {
-            const int tile = item / few.tilesN, head = tile / few.tilesT;
-            const TilePlace place =
-                sharpi::cuda::placeOf<Tiling::kTileT, Tiling::kTileN>(call, tile % few.tilesT, item % few.tilesN, head);
+            const int tile = item / few.tilesN, head = tile / few.tilesT, t = tile % few.tilesT,
+                      wholeTiles = few.tilesT / few.parts;
+            const TilePlace place = sharpi::cuda::placeOf<Tiling::kTileT, Tiling::kTileN>(
+                call, t % wholeTiles * few.parts + t / wholeTiles, item % few.tilesN, head);
             if (place.begin >= place.end) continue;
             const size_t element = call.expertStride == 0 ? 0 : (place.w - call.w) / call.expertStride;
             to[atomicAdd(found, 1)] = {static_cast<int32_t>(place.begin), static_cast<int32_t>(place.firstRow),
@@ -139,7 +143,7 @@ private:
 // --- producers -----------------------------------------------------------------------------------------------------
 
 // A warp's share of a slot's weights, in kParts parts, and what a lane loads of a part. Lanes that store at once write
-// to different banks, and a warp loads long pieces of each row. member: the warp's number in its team.
+// to different banks, and each warp loads long pieces of a row. member: the warp's number in its team.
 template <typename Tiling, DType T, bool kFloat = kIsFloat<T>> class SlotFeed {
 public:
     using Loaded = LoadedBlock<T>;
@@ -152,7 +156,7 @@ public:
           _row(member * (kParts * kRowsAtOnce) + lane / 2 % kRowsAtOnce),
           _step(lane / 2 / kRowsAtOnce) {}
 
-    // Says whose weights are fetched from now on.
+    // Sets the item that fetch() loads from.
     __device__ __forceinline__ void begin(const TilePlace& place) {
         _w = place.w;
 #pragma unroll
@@ -339,7 +343,8 @@ __device__ __forceinline__ void storeFew(const MatmulCall& call, const TilePlace
         const int64_t n = place.firstRow + warp * 16 + lane / 4 + half * 8;
         if (n >= place.endRow) continue;
         float* y = place.y + place.begin * call.stride + n;
-        const float bias = call.bias ? call.bias[n] : 0.0f;
+        // 0 + bias, as storeTile() adds them: that makes -0 to 0.
+        const float bias = call.bias ? 0.0f + call.bias[n] : 0.0f;
 #pragma unroll
         for (int first = 0; first < kN / 4; first += kBatch) {
             // The lane's row number j of the kN / 4.
@@ -362,18 +367,17 @@ public:
     __device__ __forceinline__ explicit FewProducts(const FewBlock<Tiling>& block) : _block(block) {}
 
     // Begins to bring an item's weights to the L2 cache, since producers have too few loads in flight for memory's
-    // latency. A few threads take neighbouring rows each, which are contiguous in each plane.
+    // latency. Eight threads take eight neighbouring rows each, which are contiguous in each plane.
     __device__ __forceinline__ void fetchAhead(int item) const {
         if constexpr (!kIsFloat<T>) {
-            constexpr int kThreads = 8, kRows = Tiling::kTileN / kThreads;
-            if (item >= _block.count || threadIdx.x >= kThreads) return;
+            constexpr int kFetchers = 8, kRows = Tiling::kTileN / kFetchers;
+            if (item >= _block.count || threadIdx.x >= kFetchers) return;
             const TilePlace place = _block.placeOf(item);
             const PackedShape& shape = _block.few.call.shape;
             const int64_t row = place.firstRow + threadIdx.x * kRows, rows = min(shape.rows - row, int64_t{kRows}),
                           blocks = shape.cols / kContractBlock;
             if (rows > 0)
-                PlanesOf<T>::fetchAhead(PlanesOf<T>::begin(place.w, shape), static_cast<uint32_t>(row * blocks),
-                                        rows * blocks);
+                fetchBlocksAhead<T>(_block.few.call, place.w, static_cast<uint32_t>(row * blocks), rows * blocks);
         }
     }
     __device__ __forceinline__ void run() {
@@ -408,8 +412,7 @@ private:
                                           x + step * (Tiling::kBytesX / 16) + k * kNextProduct);
         closeProducts();
     }
-    // Goes on to the next stride. The products of the one before this are over, as far as this warp's part of them
-    // goes.
+    // Moves to the next stride and releases the slot of the one before: this warp's part of its products is done.
     __device__ __forceinline__ void advance() {
         if (_isFirst) _isFirst = false;
         else if (threadIdx.x % 32 == 0) _block.empty(_before).arrive();

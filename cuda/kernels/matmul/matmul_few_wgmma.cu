@@ -8,18 +8,17 @@ namespace sharpi::cuda {
 
 namespace {
 
-using ShortTiling = FewTiling<64, 2, 6, 4, 256>;
+using ShortTiling = FewTiling<64, 2, 6, 4, kMostFewItems>;
 using TallTiling = FewTiling<128, 1, 9, 7, 128>;
 
 template <typename Tiling> void launchFew(Stream& stream, const MatmulCall& call, DType type, Together order) {
     FewCall few;
     few.call = call;
     few.order = order;
-    few.tilesT = call.groups.begin
-                     ? static_cast<int32_t>(call.groups.tiles * blocksPerExpertTile<Tiling::kTileT>(call.groups))
-                     : 1;
+    few.parts = call.groups.begin ? blocksPerExpertTile<Tiling::kTileT>(call.groups) : 1;
+    few.tilesT = call.groups.begin ? static_cast<int32_t>(call.groups.tiles) * few.parts : 1;
     few.tilesN = static_cast<int32_t>(call.by.tiles(call.shape, Tiling::kTileN));
-    // As many blocks as there are multiprocessors, or a multiple of that, if they would have too many items.
+    // One block for each multiprocessor, or a multiple of that if a block would have more than kMostItems items.
     const int64_t items = int64_t{few.tilesT} * few.tilesN * call.by.count,
                   atOnce = int64_t{stream.device().multiprocessors} * Tiling::kMostItems,
                   blocks = (items + atOnce - 1) / atOnce * stream.device().multiprocessors;
@@ -31,7 +30,7 @@ template <typename Tiling> void launchFew(Stream& stream, const MatmulCall& call
     });
 }
 
-// The mean number of rows decides. An expert with more of them has further tiles.
+// The mean number of rows decides. An expert with more rows than a tile has several tiles.
 bool areFew(const ExpertGroups& groups) {
     constexpr int64_t kMeanPairs = 16;
     // An upper bound of the experts with pairs: see maxExpertTiles.

@@ -90,16 +90,13 @@ __device__ __forceinline__ void fetchWeightsAhead(const MatmulCall& call, const 
         const int blocks = static_cast<int>(call.shape.cols / kContractBlock);
         count = min(count, blocks - first);
         if (count <= 0) return;
-        PlanesOf<T>::fetchAhead(PlanesOf<T>::begin(place.w, call.shape), static_cast<uint32_t>(row * blocks + first),
-                                count);
+        fetchBlocksAhead<T>(call, place.w, static_cast<uint32_t>(row * blocks + first), count);
     }
 }
 
-// Computes the tile's outputs for the rows of `place`, at most kN. sums: all of the block's shared memory. isFirst: the
-// block has not read anything yet that the kernel before writes.
+// Computes the tile's outputs for the rows of `place`, at most kN. sums: all of the block's shared memory.
 template <DType T, typename Tiling, int kN>
-__device__ __forceinline__ void multiplyTile(const MatmulCall& call, const TilePlace& place, float* sums,
-                                             bool isFirst = true) {
+__device__ __forceinline__ void multiplyTile(const MatmulCall& call, const TilePlace& place, float* sums) {
     constexpr int kStride = Tiling::kStride;
     const uint32_t shared = sharedAddress(sums);
     const auto tileX = [&](int step) {
@@ -137,7 +134,7 @@ __device__ __forceinline__ void multiplyTile(const MatmulCall& call, const TileP
     if (Tiling::kFetched == 2) weights = ahead;
     else if (exists(1)) fetch(weights, 1);
 
-    if (isFirst) waitForPrevious();
+    waitForPrevious();
     const RowFeed<Tiling::kThreads, kN, false> rows(call, place);
     const auto copy = [&](int stride) {
 #pragma unroll

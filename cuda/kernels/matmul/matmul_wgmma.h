@@ -10,14 +10,16 @@ namespace sharpi::cuda {
 
 struct MatmulCall;
 
-// Whether Hopper's instructions can do the product in its plain form: not on another device, in a build without them
-// (the "a" in the architecture 90a), for F32 weights, for rows that are not whole 16-byte words, or with
+// Whether Hopper's instructions can do the product in its plain form. They cannot on another device, in a build without
+// them (the "a" in the architecture 90a), for F32 weights, for rows that are not whole 16-byte words, or with
 // SHARPI_CUDA_WGMMA=0.
 bool takesWarpgroups(const Stream& stream, const MatmulCall& call, DType type);
 void matmulByWarpgroups(Stream& stream, const MatmulCall& call, DType type);
 
-// Whether reading the weights takes the time. Such products have a kernel of their own (matmul_few.cuh), with the same
-// bits. Those of several matrices with the same rows can run together.
+// Whether the product has so few rows that loading and expanding its weights takes most of the time. Such products have
+// a kernel of their own (matmul_few.cuh), with the same bits. Those of several matrices with the same rows can run
+// together.
+constexpr int kMostFewItems = 256;  // tiles that a block of up to 64 rows can note down
 bool hasFewRows(const MatmulCall& call);
 void matmulOfFewRows(Stream& stream, const MatmulCall& call, DType type, Together order = Together::Alone);
 

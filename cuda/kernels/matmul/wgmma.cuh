@@ -25,7 +25,8 @@ __device__ __forceinline__ uint64_t tileDescriptor(uint32_t address) {
 
 #ifdef SHARPI_WGMMA
 
-// Makes what this thread wrote to shared memory visible to the tensor cores after the next barrier.
+// Makes writes to shared memory visible to the tensor cores: those of this thread after the next barrier, and those
+// that it has synchronized with. It waits for all loads that this thread has begun.
 __device__ __forceinline__ void publishToTensorCores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void beginProducts() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

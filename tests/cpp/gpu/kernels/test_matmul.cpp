@@ -12,6 +12,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "kernels/matmul/matmul_wgmma.h"
 #include "matmul_test.h"
 
 namespace sharpi::cuda {
@@ -102,8 +103,12 @@ TEST_P(Matmul, TailsInEveryDimension) {
         for (const int64_t outputs : {1, 2, 63, 129, 256}) check(DType::Q4_K, rows, outputs, 256, false);
 }
 
-// More tiles than blocks that run at once can note down.
-TEST_P(Matmul, ManyOutputs) { check(DType::Q8_0, 3, stream().device().multiprocessors * 256 * 64 + 70, 32, false); }
+// As many tiles as one wave of blocks can list, and more.
+TEST_P(Matmul, ManyOutputs) {
+    const int64_t most = int64_t{stream().device().multiprocessors} * kMostFewItems * 64;
+    check(DType::Q8_0, 3, most, 32, false);
+    check(DType::Q8_0, 1, most + 70, 32, false);
+}
 
 TEST_P(Matmul, AnyNumberOfColumnsWithFloatWeights) {
     for (const int64_t cols : {1, 7, 8, 12, 33, 63, 65, 72, 100, 132, 260}) {
@@ -237,7 +242,7 @@ TEST_P(Matmul, ARowDoesNotDependOnTheOthers) {
 TEST_P(Matmul, ProductsByHeadAreCloseToTheExactOnes) {
     constexpr int64_t kHeads = 3, kRowsOfHead = 140, kStride = 150, kAll = kHeads * kRowsOfHead;
     for (const DType type : {DType::Q4_K, DType::Q5_0, DType::Q8_0, DType::BF16, DType::F16, DType::F32})
-        for (const int64_t rows : {1, 16, 17, 150, 300}) {
+        for (const int64_t rows : {1, 16, 17, 64, 65, 128, 150, 300}) {
             const bool split = type == DType::F32;
             const int64_t cols = blocks(type, 1, 6) + (info(type).isFloat ? 100 : 0);
             const std::vector<uint8_t> file = fileWeights(type, kAll, cols, random());
@@ -323,15 +328,17 @@ TEST_P(Matmul, NarrowProductsAreCloseToTheExactOnes) {
 }
 
 // The launches of a step follow each other without waiting: a product must see what the launch before it wrote, and the
-// launch after several products that run together must see all that they wrote. The first of them takes the longest.
+// launch after products that run together must see all that they wrote. One of them takes longest and leaves a few
+// multiprocessors to the other, whether that comes before or after it.
 TEST_P(Matmul, ReadsWhatThePreviousLaunchWrote) {
-    const int64_t width = 512, outputs = 64 * width;
-    const Weights large = weights(DType::Q8_0, outputs, width), small = weights(DType::Q4_0, width, width);
+    const int64_t width = 1024, outputs = std::max(16, stream().device().multiprocessors - 8) * 64;
+    const Weights large = weights(DType::IQ2_XXS, outputs, width), small = weights(DType::Q8_0, 64, width),
+                  next = weights(DType::Q4_0, width, width);
     for (const int64_t rows : {1, 40, 128, 256}) {
-        SCOPED_TRACE(std::to_string(rows) + " rows");
         const std::vector<float> start = randomFloats(static_cast<size_t>(rows * width), 0.1f);
-        const auto run = [&](bool waiting) {
-            const DeviceArray<float> x(start), y(static_cast<size_t>(rows * outputs));
+        const auto run = [&](bool waiting, bool largeFirst) {
+            const DeviceArray<float> x(start), ofLarge(static_cast<size_t>(rows * outputs)),
+                ofSmall(static_cast<size_t>(rows * 64));
             const DeviceArray<uint16_t> half(static_cast<size_t>(rows * width));
             const auto pause = [&] {
                 if (waiting) stream().synchronize();
@@ -342,24 +349,30 @@ TEST_P(Matmul, ReadsWhatThePreviousLaunchWrote) {
                 convertRows(stream(), from, rows, width, out);
                 pause();
             };
+            std::vector<MatvecOutput> both = {{large.packed, nullptr, ofLarge.get(), 0},
+                                              {small.packed, nullptr, ofSmall.get(), 0}};
+            if (!largeFirst) std::swap(both[0], both[1]);
+            std::vector<float> seen;
             for (int i = 0; i < 8; ++i) {
                 convert(x.get());
-                const std::vector<MatvecOutput> both = {{large.packed, nullptr, y.get(), 0},
-                                                        {small.packed, nullptr, x.get(), 0}};
                 if (!waiting) matmul(stream(), {half.get(), nullptr}, rows, both, Store::Write);
-                for (const MatvecOutput& one : both) {
-                    if (!waiting) break;
-                    matmul(stream(), {half.get(), nullptr}, rows, {one}, Store::Write);
+                for (size_t one = 0; waiting && one < both.size(); ++one) {
+                    matmul(stream(), {half.get(), nullptr}, rows, {both[one]}, Store::Write);
                     pause();
                 }
-                // The last outputs of the last rows, as the next ones' input.
-                convert(y.get() + rows * (outputs - width));
-                matmul(stream(), small.packed, {half.get(), nullptr}, rows, nullptr, x.get(), Store::Add);
+                // The last outputs of the large one, as the next product's input.
+                convert(ofLarge.get() + rows * (outputs - width));
+                matmul(stream(), next.packed, {half.get(), nullptr}, rows, nullptr, x.get(), Store::Write);
                 pause();
             }
-            return x.read();
+            seen = ofSmall.read();
+            const std::vector<float> last = x.read();
+            seen.insert(seen.end(), last.begin(), last.end());
+            return seen;
         };
-        EXPECT_TRUE(sameBits(run(true), run(false)));
+        for (const bool largeFirst : {true, false})
+            EXPECT_TRUE(sameBits(run(true, largeFirst), run(false, largeFirst)))
+                << rows << " rows, " << (largeFirst ? "the large one first" : "the small one first");
     }
 }
 
@@ -370,19 +383,24 @@ TEST_P(Matmul, SeveralHaveTheBitsOfEach) {
     for (const auto& [type, outputs] :
          {std::pair{DType::Q4_K, 700}, {DType::Q6_K, 64}, {DType::F16, 1}, {DType::Q8_0, 130}, {DType::Q4_K, 65}})
         all.push_back(weights(type, outputs, cols));
+    all.push_back(weights(DType::BF16, 40, cols));
     const DeviceArray<float> bias(randomFloats(700));
     for (const int64_t rows : {1, 17, 64, 65, 128, 129}) {
-        const Activations x = activations(rows, cols, false);
+        // With low halves, the 16-bit floats are multiplied by another kernel.
+        const Activations x = activations(rows, cols, rows == 17);
         for (const Store store : {Store::Write, Store::Add}) {
             std::vector<std::unique_ptr<DeviceArray<float>>> one, together;
             std::vector<MatvecOutput> outputs;
             for (const Weights& w : all) {
                 const std::vector<float> before = randomFloats(static_cast<size_t>(rows * w.packed.rows));
                 for (auto* to : {&one, &together}) to->push_back(std::make_unique<DeviceArray<float>>(before));
-                const float* with = outputs.empty() ? bias.get() : nullptr;
+                const float* with = outputs.size() % 2 ? nullptr : bias.get();
                 outputs.push_back({w.packed, with, together.back()->get(), 0});
                 matmul(stream(), w.packed, x.rows(), rows, with, one.back()->get(), store);
             }
+            Matrix empty = all[0].packed;
+            empty.rows = 0;
+            outputs.insert(outputs.begin() + 1, {empty, nullptr, nullptr, 0});
             matmul(stream(), x.rows(), rows, outputs, store);
             for (size_t i = 0; i < all.size(); ++i)
                 EXPECT_TRUE(sameBits(one[i]->read(), together[i]->read())) << "matrix " << i << ", " << rows << " rows";
@@ -426,6 +444,9 @@ private:
 struct Range {
     int32_t first, end;
 };
+
+// Few for each of nine experts, but for one.
+const std::vector<int32_t> kFewPairs = {5, 0, 70, 1, 20, 0, 0, 40, 3};
 
 class MatmulExperts : public Matmul {
 protected:
@@ -519,6 +540,7 @@ TEST_P(MatmulExperts, GatheredOrNotAndUnevenlyShared) {
         {64, 128, 63, 65, 1, 127},             // on and beside the tiles' borders
         {96, 97, 129, 160, 161, 95, 321},      // those of Hopper's
         {0, 3, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0},  // most have none, including the first and the last
+        {1, 0, 2, 161, 0, 1, 3, 0, 1, 1, 65, 0, 2, 1, 4, 1, 0, 1, 2, 1},  // few for most
         {1},
     };
     for (const std::vector<int32_t>& counts : shares)
@@ -537,23 +559,26 @@ TEST_P(MatmulExperts, PiecesOfAStackHaveTheBitsOfTheWhole) {
         for (const std::vector<Range>& ranges : cuts) checkRanges(type, counts, ranges, random()() % 2 == 0);
     for (const bool gather : {false, true})
         checkRanges(DType::Q4_K, counts, {{0, 4}, {6, 9}}, gather);  // experts that never come
+    for (const DType type : {DType::Q4_K, DType::IQ3_S, DType::F16})
+        for (const std::vector<Range>& ranges : cuts) checkRanges(type, kFewPairs, ranges, random()() % 2 == 0);
 }
 
 // The elements of a stack are in the order of a cache's slots, or they are only the wanted experts.
 TEST_P(MatmulExperts, AnIndexSaysWhichElementIsAnExperts) {
-    const std::vector<int32_t> counts = {5, 0, 130, 1, 64, 0, 0, 257, 3};
+    const std::vector<int32_t> many = {5, 0, 130, 1, 64, 0, 0, 257, 3};
     for (const DType type : {DType::Q4_K, DType::Q6_K, DType::BF16, DType::F32}) {
-        for (int turn = 0; turn < 4; ++turn) {
+        for (int turn = 0; turn < 8; ++turn) {
+            const std::vector<int32_t>& counts = turn < 4 ? many : kFewPairs;
             std::vector<int32_t> order(counts.size());
             std::iota(order.begin(), order.end(), 0);
             std::shuffle(order.begin(), order.end(), random());
-            if (turn > 0) order.resize(1 + random()() % order.size());
+            if (turn % 4 > 0) order.resize(1 + random()() % order.size());
             if (turn % 2) std::sort(order.begin(), order.end());
             std::vector<Range> ranges;
             for (int32_t first = 0; first < static_cast<int32_t>(order.size());) {
-                const int32_t end = turn == 0 ? 9
-                                              : std::min(static_cast<int32_t>(order.size()),
-                                                         first + 1 + static_cast<int32_t>(random()() % 4));
+                const int32_t end = turn % 4 == 0 ? 9
+                                                  : std::min(static_cast<int32_t>(order.size()),
+                                                             first + 1 + static_cast<int32_t>(random()() % 4));
                 ranges.push_back({first, end});
                 first = end;
             }

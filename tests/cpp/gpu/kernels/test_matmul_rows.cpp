@@ -133,34 +133,39 @@ TEST_P(MatmulRows, InHoppersTilesOfEverySize) {
 }
 
 // Every number of rows that the kernel for few rows tells apart, with rows of w that end within a step, after half a
-// stride and after a whole one.
+// stride and after a whole one. In the last cases a block has several tiles, and strides of one team are of different
+// ones.
 TEST_P(MatmulRows, OfFewRows) {
     struct Shape {
         DType type;
-        int64_t cols;
+        int64_t outputs, cols;
     };
-    constexpr int64_t kRows = 300, kOutputs = 190;
-    for (const Shape& shape : {Shape{DType::Q5_0, 32},
-                               {DType::Q5_0, 96},
-                               {DType::Q5_0, 160},
-                               {DType::Q5_0, 1056},
-                               {DType::Q4_K, 2304},
-                               {DType::Q6_K, 768},
-                               {DType::Q8_0, 1024},
-                               {DType::IQ2_XXS, 768},
-                               {DType::BF16, 72},
-                               {DType::F16, 200}}) {
-        SCOPED_TRACE(describe(shape.type, kRows, kOutputs, shape.cols));
-        const Weights w = weights(shape.type, kOutputs, shape.cols);
+    constexpr int64_t kRows = 300;
+    const int64_t many = stream().device().multiprocessors * 64 * 2 + 70;
+    for (const Shape& shape : {Shape{DType::Q5_0, 190, 32},
+                               {DType::Q5_0, 190, 96},
+                               {DType::Q5_0, 190, 160},
+                               {DType::Q5_0, 190, 1056},
+                               {DType::Q4_K, 190, 2304},
+                               {DType::Q6_K, 190, 768},
+                               {DType::Q8_0, 190, 1024},
+                               {DType::IQ2_XXS, 190, 768},
+                               {DType::BF16, 190, 72},
+                               {DType::F16, 190, 200},
+                               {DType::Q5_0, many, 160},
+                               {DType::Q4_0, many, 1056},
+                               {DType::F16, many, 200}}) {
+        SCOPED_TRACE(describe(shape.type, kRows, shape.outputs, shape.cols));
+        const Weights w = weights(shape.type, shape.outputs, shape.cols);
         const Activations x = activations(kRows, shape.cols, false);
-        const std::vector<float> before = randomFloats(kRows * kOutputs);
-        const DeviceArray<float> bias(randomFloats(kOutputs));
+        const std::vector<float> before = randomFloats(static_cast<size_t>(kRows * shape.outputs));
+        const DeviceArray<float> bias(randomFloats(static_cast<size_t>(shape.outputs)));
         for (const float* with : {static_cast<const float*>(nullptr), static_cast<const float*>(bias.get())}) {
             const std::vector<float> whole = product(w, x.rows(), {0, kRows}, before, with);
             for (const int64_t count : {1, 15, 16, 17, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129}) {
                 const int64_t begin = (kRows - count) / 2;
-                const auto expected = whole.begin() + begin * kOutputs;
-                EXPECT_TRUE(sameBits({expected, expected + count * kOutputs},
+                const auto expected = whole.begin() + begin * shape.outputs;
+                EXPECT_TRUE(sameBits({expected, expected + count * shape.outputs},
                                      product(w, x.rows(), {begin, begin + count}, before, with)))
                     << count << " rows";
             }
