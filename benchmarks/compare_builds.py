@@ -131,9 +131,10 @@ def measure_rest(model: Model, prompts: Prompts, options: argparse.Namespace) ->
 
     timing(1)
     found = medians(options.repeat, *(lambda n=n: timing(n).prompt_seconds for n in REST))
-    return {f"first token after {tokens} more, ms": 1e3 * seconds
-            for tokens, seconds in zip(REST, found, strict=True)} | {
-                f"{REST[0]} more, tokens evaluated": timing(REST[0]).prompt_tokens}
+    readings = {f"first token after {tokens} more, ms": 1e3 * seconds
+                for tokens, seconds in zip(REST, found, strict=True)}
+    readings[f"{REST[0]} more, tokens evaluated"] = timing(REST[0]).prompt_tokens
+    return readings
 
 
 def measure_drafts(model: Model, prompts: Prompts, options: argparse.Namespace) -> dict[str, float]:

@@ -36,11 +36,12 @@ void CudaProducts::exact(const Activations& x, std::vector<cuda::MatvecOutput> o
     });
 }
 
-void CudaProducts::fast(const Activations& x, std::vector<cuda::MatvecOutput> outputs, cuda::Store store) {
+void CudaProducts::fast(const Activations& x, const std::vector<cuda::MatvecOutput>& outputs, cuda::Store store) {
     const int64_t rows = _pass.fastRows();
     if (rows == 0) return;
-    for (cuda::MatvecOutput& output : outputs) output.y += _pass.exactRows() * output.stride;
-    cuda::matmul(_pass.stream, x.fast, rows, outputs, store);
+    std::vector<cuda::MatvecOutput> behind = outputs;
+    for (cuda::MatvecOutput& output : behind) output.y += _pass.exactRows() * output.stride;
+    cuda::matmul(_pass.stream, x.fast, rows, behind, store);
 }
 
 void CudaProducts::addLinear(const Activations& x, const Weight& w, const float* bias) {

@@ -26,7 +26,7 @@ public:
 private:
     // Rows of both kinds; y of each output is where the first row of the batch goes.
     void multiply(const Activations& x, const std::vector<cuda::MatvecOutput>& outputs);
-    void fast(const Activations& x, std::vector<cuda::MatvecOutput> outputs, cuda::Store store);
+    void fast(const Activations& x, const std::vector<cuda::MatvecOutput>& outputs, cuda::Store store);
     void gated(const Activations& x, const GatedProduct& product, const Activations& hidden);
     void add(const Activations& x, const Weight& w, const float* bias);
     bool shares(const Weight& w) const { return _pass.step && w.cpuRows > 0; }

@@ -58,12 +58,12 @@ template <DType T> void launchFloat(Stream& stream, MatmulCall call) {
 
 bool isSplit(const MatmulCall& call) { return call.type == DType::F32 || (info(call.type).isFloat && call.x.lo); }
 
-void launchType(Stream& stream, const MatmulCall& call, DType type) {
+void launchCall(Stream& stream, const MatmulCall& call) {
     if (call.shape.rows == 0) return;
-    if (!isSplit(call) && takesWarpgroups(stream, call, type)) return matmulByWarpgroups(stream, call, type);
-    if (type == DType::F32 && matmulNarrow(stream, call)) return;
-    if (type == DType::F32) return launchFloat<DType::F32>(stream, call);
-    withNarrowType(type, [&](auto tag) {
+    if (!isSplit(call) && takesWarpgroups(stream, call)) return matmulByWarpgroups(stream, call);
+    if (call.type == DType::F32 && matmulNarrow(stream, call)) return;
+    if (call.type == DType::F32) return launchFloat<DType::F32>(stream, call);
+    withNarrowType(call.type, [&](auto tag) {
         constexpr DType kType = decltype(tag)::kType;
         if constexpr (kIsFloat<kType>) launchFloat<kType>(stream, call);
         else launchLayout<kType, false>(stream, call);
@@ -110,11 +110,11 @@ void matmul(Stream& stream, const HalfRows& x, int64_t rows, const std::vector<M
         if (w.rows > 0) calls.push_back(call);
     }
     const bool together = calls.size() > 1 && std::all_of(calls.begin(), calls.end(), [&](const MatmulCall& call) {
-                              return !isSplit(call) && takesWarpgroups(stream, call, call.type) && hasFewRows(call);
+                              return !isSplit(call) && takesWarpgroups(stream, call) && hasFewRows(call);
                           });
     for (const MatmulCall& call : calls) {
-        if (!together) launchType(stream, call, call.type);
-        else matmulOfFewRows(stream, call, call.type, &call == &calls.front() ? Together::First : Together::Later);
+        if (!together) launchCall(stream, call);
+        else matmulOfFewRows(stream, call, &call == &calls.front() ? Together::First : Together::Later);
     }
 }
 
@@ -134,7 +134,7 @@ void matmulByHead(Stream& stream, const HeadRows& weights, const HalfRows& x, in
     call.by.count = static_cast<int32_t>((weights.begin + weights.w.rows - 1) / weights.rowsOfHead) - call.by.first + 1;
     call.by.stride = weights.stride;
     call.aligned = isAligned(call);
-    launchType(stream, call, weights.w.type);
+    launchCall(stream, call);
 }
 
 int32_t expertTilePairs(const DeviceInfo& device) {
@@ -154,7 +154,7 @@ void matmulExperts(Stream& stream, const ExpertStack& w, const HalfRows& x, cons
     call.which.end = static_cast<int32_t>(std::min<int64_t>(which.end, held));
     call.gather = gather;
     call.aligned = isAligned(call);
-    launchType(stream, call, w.first.type);
+    launchCall(stream, call);
 }
 
 }  // namespace sharpi::cuda

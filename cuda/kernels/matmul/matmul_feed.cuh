@@ -92,6 +92,11 @@ __device__ __forceinline__ uint4 loadElements(const uint16_t* from, int valid) {
 
 // --- activations -------------------------------------------------------------------------------------------------
 
+// The row of x that row `pair` of y reads.
+__device__ __forceinline__ int64_t rowOfX(const MatmulCall& call, const TilePlace& place, int64_t pair) {
+    return call.gather ? call.groups.pairToken[pair] : call.by.heads ? pair * call.by.heads + place.head : pair;
+}
+
 // Copies steps of kTileT rows of x. Rows past the end of the tile repeat its last one; their products are never stored.
 // kAnyCols: rows may begin anywhere. Without it, call.aligned must hold.
 template <int kThreads, int kTileT, bool kAnyCols> class RowFeed {
@@ -108,10 +113,7 @@ public:
 #pragma unroll
         for (int i = 0; i < kCopies; ++i) {
             const int64_t t = place.begin + row + i * kRowsApart, pair = t < place.end ? t : place.end - 1;
-            const int64_t from = call.gather     ? call.groups.pairToken[pair]
-                                 : call.by.heads ? pair * call.by.heads + place.head
-                                                 : pair;
-            _row[i] = static_cast<uint32_t>(from) * chunks;
+            _row[i] = static_cast<uint32_t>(rowOfX(call, place, pair)) * chunks;
         }
     }
 
@@ -306,6 +308,20 @@ template <DType T, int kWords> __device__ __forceinline__ float2 pairOf(const ui
     }
 }
 
+// Eight elements of type T as operands: rounded, or, if `low`, what rounding took from them.
+template <DType T, int kWords> __device__ __forceinline__ uint4 expandFloats(const uint4 (&raw)[kWords], bool low) {
+    uint32_t pair[4];
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+        const float2 value = pairOf<T>(raw, p);
+        pair[p] = packPair(value.x, value.y);
+        if (!low) continue;
+        const float2 high = unpackPair(pair[p]);
+        pair[p] = packPair(value.x - high.x, value.y - high.y);
+    }
+    return {pair[0], pair[1], pair[2], pair[3]};
+}
+
 // Feeds float weights, whose rows are as in the file. Eight neighbouring threads share a row's step, with 8 elements
 // each.
 template <DType T, bool kSplit, int kThreads, int kTileN> class FloatFeed {
@@ -347,18 +363,8 @@ public:
 
     __device__ __forceinline__ void store(const Loaded& from, uint32_t tile, const Step& step, int part) const {
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) {
-            uint32_t pair[4];
-#pragma unroll
-            for (int p = 0; p < 4; ++p) {
-                const float2 value = pairOf<T>(from.raw[i], p);
-                pair[p] = packPair(value.x, value.y);
-                if (!kSplit || !step.lowW) continue;
-                const float2 high = unpackPair(pair[p]);
-                pair[p] = packPair(value.x - high.x, value.y - high.y);
-            }
-            storeShared(tile + tileOffset(rowOf(part, i), _chunk), {pair[0], pair[1], pair[2], pair[3]});
-        }
+        for (int i = 0; i < kChunks; ++i)
+            storeShared(tile + tileOffset(rowOf(part, i), _chunk), expandFloats<T>(from.raw[i], kSplit && step.lowW));
     }
 
 private:

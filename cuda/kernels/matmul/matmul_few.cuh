@@ -73,7 +73,7 @@ template <typename Tiling> struct FewBlock {
         if (threadIdx.x == 0) {
             *found = 0;
             RingPlace place;
-            for (int i = 0; i < Tiling::kSlots; ++i, place.move(1)) {
+            for (int i = 0; i < Tiling::kSlots; ++i, place.move(1, Tiling::kSlots)) {
                 full(place).init(Tiling::kStride * (32 + 1));
                 empty(place).init(Tiling::kConsumers / 32);
             }
@@ -94,17 +94,6 @@ template <typename Tiling> struct FewBlock {
         return place;
     }
 
-    // A slot, and how often the ring has come around, modulo 2: the parity of the phase in which the slot becomes full.
-    struct RingPlace {
-        int at = 0;
-        uint32_t parity = 0;
-        __device__ __forceinline__ void move(int by) {
-            at += by;
-            if (at < Tiling::kSlots) return;
-            at -= Tiling::kSlots;
-            parity ^= 1;
-        }
-    };
     __device__ __forceinline__ uint32_t weights(const RingPlace& place) const {
         return shared + place.at * Tiling::kSlotBytes;
     }
@@ -211,16 +200,9 @@ public:
     }
     __device__ __forceinline__ void store(const Loaded& from, uint32_t slot, int, int part) const {
 #pragma unroll
-        for (int i = 0; i < kOfPart; ++i) {
-            uint32_t pair[4];
-#pragma unroll
-            for (int p = 0; p < 4; ++p) {
-                const float2 value = pairOf<T>(from.raw[i], p);
-                pair[p] = packPair(value.x, value.y);
-            }
+        for (int i = 0; i < kOfPart; ++i)
             storeShared(slot + _chunk / kRowChunks * Tiling::kBytesW + tileOffset(rowOf(part, i), _chunk % kRowChunks),
-                        {pair[0], pair[1], pair[2], pair[3]});
-        }
+                        expandFloats<T>(from.raw[i], false));
     }
 
 private:
@@ -249,10 +231,7 @@ public:
 #pragma unroll
         for (int i = 0; i < Tiling::kTileT / 32; ++i) {
             const int64_t pair = place.begin + min(_lane + 32 * i, _rows - 1);
-            const int64_t from = _call.gather     ? _call.groups.pairToken[pair]
-                                 : _call.by.heads ? pair * _call.by.heads + place.head
-                                                  : pair;
-            _from[i] = static_cast<uint32_t>(from) * static_cast<uint32_t>(_call.shape.cols / 8);
+            _from[i] = static_cast<uint32_t>(rowOfX(_call, place, pair)) * static_cast<uint32_t>(_call.shape.cols / 8);
         }
     }
     __device__ __forceinline__ void copy(uint32_t tile, int step) const {
@@ -305,8 +284,8 @@ template <typename Tiling, DType T> __device__ __forceinline__ void produce(cons
     awaitTogether(block.few.order);
     if (!begins) return;
     rows.begin(block.placeOf(item));
-    typename FewBlock<Tiling>::RingPlace slot;
-    slot.move(team);
+    RingPlace slot;
+    slot.move(team, Tiling::kSlots);
 #pragma unroll 1
     for (;;) {
         const int present = stride, presentItem = item;
@@ -326,7 +305,7 @@ template <typename Tiling, DType T> __device__ __forceinline__ void produce(cons
         if (lane == 0) block.full(slot).arrive();
         if (!goesOn) return;
         if (item != presentItem) rows.begin(block.placeOf(item));
-        slot.move(Tiling::kTeams);
+        slot.move(Tiling::kTeams, Tiling::kSlots);
     }
 }
 
@@ -417,7 +396,7 @@ private:
         if (_isFirst) _isFirst = false;
         else if (threadIdx.x % 32 == 0) _block.empty(_before).arrive();
         _before = _slot;
-        _slot.move(1);
+        _slot.move(1, Tiling::kSlots);
     }
     template <int kN> __device__ __forceinline__ void multiply(const TilePlace& place) {
         float sum[kN / 2] = {};
@@ -439,7 +418,7 @@ private:
     }
 
     const FewBlock<Tiling>& _block;
-    typename FewBlock<Tiling>::RingPlace _slot, _before;  // of the next stride and of the one before
+    RingPlace _slot, _before;  // of the next stride and of the one before
     bool _isFirst = true;
 };
 

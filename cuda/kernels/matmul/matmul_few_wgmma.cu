@@ -11,7 +11,7 @@ namespace {
 using ShortTiling = FewTiling<64, 2, 6, 4, kMostFewItems>;
 using TallTiling = FewTiling<128, 1, 9, 7, 128>;
 
-template <typename Tiling> void launchFew(Stream& stream, const MatmulCall& call, DType type, Together order) {
+template <typename Tiling> void launchFew(Stream& stream, const MatmulCall& call, Together order) {
     FewCall few;
     few.call = call;
     few.order = order;
@@ -22,7 +22,7 @@ template <typename Tiling> void launchFew(Stream& stream, const MatmulCall& call
     const int64_t items = int64_t{few.tilesT} * few.tilesN * call.by.count,
                   atOnce = int64_t{stream.device().multiprocessors} * Tiling::kMostItems,
                   blocks = (items + atOnce - 1) / atOnce * stream.device().multiprocessors;
-    withNarrowType(type, [&](auto tag) {
+    withNarrowType(call.type, [&](auto tag) {
         const auto kernel = matmulFewKernel<decltype(tag)::kType, Tiling>;
         allowShared(kernel, Tiling::kSharedBytes);
         launch(stream, kernel, dim3(static_cast<unsigned>(std::min(items, blocks))), dim3(Tiling::kThreads),
@@ -44,9 +44,9 @@ bool hasFewRows(const MatmulCall& call) {
     return call.groups.begin ? areFew(call.groups) : call.rows <= TallTiling::kTileT;
 }
 
-void matmulOfFewRows(Stream& stream, const MatmulCall& call, DType type, Together order) {
-    if (call.groups.begin || call.rows <= ShortTiling::kTileT) launchFew<ShortTiling>(stream, call, type, order);
-    else launchFew<TallTiling>(stream, call, type, order);
+void matmulOfFewRows(Stream& stream, const MatmulCall& call, Together order) {
+    if (call.groups.begin || call.rows <= ShortTiling::kTileT) launchFew<ShortTiling>(stream, call, order);
+    else launchFew<TallTiling>(stream, call, order);
 }
 
 }  // namespace sharpi::cuda

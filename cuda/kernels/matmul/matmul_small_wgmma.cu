@@ -4,8 +4,8 @@
 
 namespace sharpi::cuda {
 
-void matmulInSmallTiles(Stream& stream, const MatmulCall& call, DType type, int tileRows) {
-    withNarrowType(type, [&](auto tag) {
+void matmulInSmallTiles(Stream& stream, const MatmulCall& call, int tileRows) {
+    withNarrowType(call.type, [&](auto tag) {
         if (tileRows == 64) launchTiling<decltype(tag)::kType, SmallTiling<64>>(stream, call);
         else launchTiling<decltype(tag)::kType, SmallTiling<128>>(stream, call);
     });

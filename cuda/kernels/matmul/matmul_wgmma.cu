@@ -49,18 +49,19 @@ MatmulTile chooseTile(int64_t rows, int64_t outputs, int64_t matrices, int multi
     return std::min_element(std::begin(kCandidates), std::end(kCandidates), isSooner)->tile;
 }
 
-bool takesWarpgroups(const Stream& stream, const MatmulCall& call, DType type) {
-    return runsByWarpgroups(stream.device()) && type != DType::F32 && call.aligned;
+bool takesWarpgroups(const Stream& stream, const MatmulCall& call) {
+    return runsByWarpgroups(stream.device()) && call.type != DType::F32 && call.aligned;
 }
 
-void matmulByWarpgroups(Stream& stream, const MatmulCall& call, DType type) {
-    if (hasFewRows(call)) return matmulOfFewRows(stream, call, type);
+void matmulByWarpgroups(Stream& stream, const MatmulCall& call) {
+    if (hasFewRows(call)) return matmulOfFewRows(stream, call);
     if (call.groups.begin)
-        return withNarrowType(type, [&](auto tag) { launchTiling<decltype(tag)::kType, ExpertTiling>(stream, call); });
+        return withNarrowType(call.type,
+                              [&](auto tag) { launchTiling<decltype(tag)::kType, ExpertTiling>(stream, call); });
     const MatmulTile tile =
         chooseTile(call.rows, call.by.rowsOf(call.shape), call.by.count, stream.device().multiprocessors);
-    if (tile.outputs == 64) matmulInSmallTiles(stream, call, type, tile.rows);
-    else withNarrowType(type, [&](auto tag) { launchTiling<decltype(tag)::kType, LargeTiling>(stream, call); });
+    if (tile.outputs == 64) matmulInSmallTiles(stream, call, tile.rows);
+    else withNarrowType(call.type, [&](auto tag) { launchTiling<decltype(tag)::kType, LargeTiling>(stream, call); });
 }
 
 }  // namespace sharpi::cuda

@@ -49,4 +49,23 @@ private:
     uint32_t _at;
 };
 
+// A slot of a ring, and how often the ring has come around, modulo 2: the parity of the phase in which the slot becomes
+// full.
+struct RingPlace {
+    int at = 0;
+    uint32_t parity = 0;
+    __device__ __forceinline__ void next(int slots) {
+        if (++at < slots) return;
+        at = 0;
+        parity ^= 1;
+    }
+    // Several times next(). by: at most the number of slots.
+    __device__ __forceinline__ void move(int by, int slots) {
+        at += by;
+        if (at < slots) return;
+        at -= slots;
+        parity ^= 1;
+    }
+};
+
 }  // namespace sharpi::cuda

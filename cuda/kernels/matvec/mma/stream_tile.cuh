@@ -160,17 +160,6 @@ public:
 private:
     using Sums = typename Multiplier::Sums;
 
-    // A slot, and the parity of how often the ring has come around.
-    struct RingPlace {
-        int at = 0;
-        uint32_t parity = 0;
-        __device__ __forceinline__ void next(int count) {
-            if (++at < count) return;
-            at = 0;
-            parity ^= 1;
-        }
-    };
-
     // Joins a warp's accumulators, which begin anew.
     __device__ __forceinline__ void keepSums(Sums& acc) const {
         static_assert(kTurns == 4);
