@@ -141,7 +141,7 @@ void expertProducts(Stream& stream, const char* name, DType type, int64_t output
 }
 
 void shortPrompts(Stream& stream) {
-    const std::vector<int64_t> rows = {1, 16, 17, 64, 65, 128, 256, 512, 1024};
+    const std::vector<int64_t> rows = {1, 16, 17, 64, 65, 128, 129, 192, 256, 257, 384, 512, 1024};
     for (const DType type : {DType::Q4_K, DType::Q6_K}) {
         dense(stream, "qwen3-8b q, o", type, 4096, 4096, rows);
         dense(stream, "qwen3-8b k, v", type, 1024, 4096, rows);

@@ -7,41 +7,49 @@
 
 #include "kernels/matmul/matmul_kernel.cuh"
 #include "kernels/matmul/matmul_narrow.h"
+#include "kernels/matmul/matmul_tiles.h"
 #include "kernels/matmul/matmul_wgmma.h"
 
 namespace sharpi::cuda {
 
 namespace {
 
-// Two stages of activations always fit. A third one hides more latency, unless it costs a resident block.
-template <typename Shared> int chooseStages(const DeviceInfo& device) {
-    const auto blocks = [&](int stages) {
-        return device.sharedPerMultiprocessor / (Shared::bytes(stages) + kReservedShared);
-    };
-    return Shared::bytes(3) <= device.sharedPerBlock && blocks(3) >= blocks(2) ? 3 : 2;
+template <typename Layout> using SharedOf = SharedTiles<Layout::kTileT, Layout::kTileN>;
+
+template <typename Layout> int blocksAtOnce(const DeviceInfo& device, int stages) {
+    return static_cast<int>(device.sharedPerMultiprocessor / (SharedOf<Layout>::bytes(stages) + kReservedShared));
 }
 
-template <DType T, bool kSplit, int kWarpsT, int kWarpsN>
-void launchTiles(Stream& stream, MatmulCall call, int64_t tilesT) {
-    using Layout = TileLayout<kWarpsT, kWarpsN>;
-    using Shared = typename Layout::Shared;
-    const auto kernel = matmulKernel<T, kSplit, kWarpsT, kWarpsN>;
-    call.stages = chooseStages<Shared>(stream.device());
-    const size_t bytes = Shared::bytes(call.stages);
+// Two stages of activations always fit. A third one hides more latency, unless it costs a resident block.
+template <typename Layout> int chooseStages(const DeviceInfo& device) {
+    const bool fits = SharedOf<Layout>::bytes(3) <= device.sharedPerBlock;
+    return fits && blocksAtOnce<Layout>(device, 3) >= blocksAtOnce<Layout>(device, 2) ? 3 : 2;
+}
+
+template <DType T, bool kSplit, typename Layout> void launchTiles(Stream& stream, MatmulCall call) {
+    const auto kernel = matmulKernel<T, kSplit, Layout>;
+    call.stages = chooseStages<Layout>(stream.device());
+    const size_t bytes = SharedOf<Layout>::bytes(call.stages);
     allowShared(kernel, bytes);
-    const int64_t tilesN = call.by.tiles(call.shape, Layout::kTileN);
+    const int64_t tilesT = call.groups.begin ? call.groups.tiles * blocksPerExpertTile<Layout::kTileT>(call.groups)
+                                             : (call.rows + Layout::kTileT - 1) / Layout::kTileT,
+                  tilesN = call.by.tiles(call.shape, Layout::kTileN);
     launch(stream, kernel, dim3(static_cast<unsigned>(tilesT), static_cast<unsigned>(tilesN), call.by.grids()),
            dim3(Layout::kThreads), bytes, call);
 }
 
 template <DType T, bool kSplit> void launchLayout(Stream& stream, const MatmulCall& call) {
-    // An expert has few rows, and rarely a whole number of large tiles.
-    if (call.groups.begin)
-        return launchTiles<T, kSplit, 1, 2>(stream, call,
-                                            call.groups.tiles * blocksPerExpertTile<kWarpTile>(call.groups));
-    const auto tiles = [&](int64_t rows) { return (call.rows + rows - 1) / rows; };
-    if (call.rows <= kWarpTile) return launchTiles<T, kSplit, 1, 2>(stream, call, tiles(kWarpTile));
-    launchTiles<T, kSplit, 2, 2>(stream, call, tiles(2 * kWarpTile));
+    if (call.groups.begin) {
+        // With more pairs for each expert, multiplying takes most of the time. Measured with 128 experts on an H200.
+        constexpr int64_t kMostMean = 64;
+        static_assert(HalfLayout::kTileT == kSmallExpertTile, "a block takes a whole tile of an expert's pairs");
+        if (meanIsAtMost(kMostMean, call.groups)) return launchTiles<T, kSplit, FewLayout>(stream, call);
+        return launchTiles<T, kSplit, HalfLayout>(stream, call);
+    }
+    if (call.rows <= FewLayout::kTileT) return launchTiles<T, kSplit, FewLayout>(stream, call);
+    const MatmulTile tile = chooseTileOfWarps(call.rows, call.by.rowsOf(call.shape), call.by.count, stream.device());
+    if (tile.outputs == HalfLayout::kTileN) launchTiles<T, kSplit, HalfLayout>(stream, call);
+    else launchTiles<T, kSplit, LargeLayout>(stream, call);
 }
 
 template <DType T> void launchFloat(Stream& stream, MatmulCall call) {
@@ -82,6 +90,17 @@ bool isAligned(const MatmulCall& call) {
 
 }  // namespace
 
+MatmulTile chooseTileOfWarps(int64_t rows, int64_t outputs, int64_t matrices, const DeviceInfo& device) {
+    const auto blocks = [&](auto layout) {
+        using Layout = decltype(layout);
+        // Where all shared memory is just enough for a block, none is left for what the driver reserves.
+        return std::clamp(blocksAtOnce<Layout>(device, chooseStages<Layout>(device)), 1, Layout::kBlocks);
+    };
+    return soonestTile({{{LargeLayout::kTileN, LargeLayout::kTileT}, blocks(LargeLayout{}), 1.0},
+                        {{HalfLayout::kTileN, HalfLayout::kTileT}, blocks(HalfLayout{}), 0.52}},
+                       rows, outputs, matrices, device.multiprocessors);
+}
+
 static MatmulCall callOf(const Matrix& w, const HalfRows& x, int64_t rows, float* y, int64_t stride) {
     MatmulCall call;
     call.type = w.type;
@@ -110,11 +129,11 @@ void matmul(Stream& stream, const HalfRows& x, int64_t rows, const std::vector<M
         if (w.rows > 0) calls.push_back(call);
     }
     const bool together = calls.size() > 1 && std::all_of(calls.begin(), calls.end(), [&](const MatmulCall& call) {
-                              return !isSplit(call) && takesWarpgroups(stream, call) && hasFewRows(call);
+                              return !isSplit(call) && takesWarpgroups(stream, call);
                           });
-    for (const MatmulCall& call : calls) {
-        if (!together) launchCall(stream, call);
-        else matmulOfFewRows(stream, call, &call == &calls.front() ? Together::First : Together::Later);
+    for (MatmulCall& call : calls) {
+        if (together) call.order = &call == &calls.front() ? Together::First : Together::Later;
+        launchCall(stream, call);
     }
 }
 

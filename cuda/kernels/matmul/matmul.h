@@ -24,7 +24,7 @@ enum class Store { Write, Add };
 // rows of the whole: the bits depend on it.
 void matmul(Stream& stream, const Matrix& w, const HalfRows& x, int64_t rows, const float* bias, float* y, Store store,
             int64_t stride = 0);
-// The same for several matrices with the same number of columns. Those of few rows can run at the same time.
+// The same for several matrices with the same number of columns, which can run at the same time.
 void matmul(Stream& stream, const HalfRows& x, int64_t rows, const std::vector<MatvecOutput>& outputs, Store store);
 
 // The products of matvecByHead() with many rows: x has rows * heads rows.

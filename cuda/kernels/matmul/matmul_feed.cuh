@@ -11,6 +11,7 @@
 
 #include <algorithm>
 
+#include "device/launch.cuh"
 #include "kernels/formats/formats.cuh"
 #include "kernels/matmul/matmul.h"
 #include "kernels/matmul/mma.cuh"
@@ -67,6 +68,7 @@ struct MatmulCall {
     int64_t stride = 0;  // from a row of y to the next
     HeadRowsOfCall by;
     ExpertIndex which;  // of w's matrices
+    Together order = Together::Alone;
     int32_t ahead = 0;  // blocks of each row of quantized weights that are prefetched into the L2 cache
 };
 
@@ -97,9 +99,11 @@ __device__ __forceinline__ int64_t rowOfX(const MatmulCall& call, const TilePlac
     return call.gather ? call.groups.pairToken[pair] : call.by.heads ? pair * call.by.heads + place.head : pair;
 }
 
-// Copies steps of kTileT rows of x. Rows past the end of the tile repeat its last one; their products are never stored.
-// kAnyCols: rows may begin anywhere. Without it, call.aligned must hold.
-template <int kThreads, int kTileT, bool kAnyCols> class RowFeed {
+// Copies steps of kTileT rows of x. In place of rows past the tile's end, any rows will do, since their products are
+// never stored; they are different ones, because the L2 cache serves all multiprocessors slowly if they all read the
+// same few lines. kSkips: such rows are not copied. kAnyCols: rows may begin anywhere. Without it, call.aligned must
+// hold.
+template <int kThreads, int kTileT, bool kAnyCols, bool kSkips = false> class RowFeed {
     static constexpr int kCopies = kTileT * kRowChunks / kThreads, kRowsApart = kThreads / kRowChunks;
     static_assert(kRowsApart % 8 == 0, "all chunks of a thread are swizzled alike");
 
@@ -109,10 +113,12 @@ public:
         const int row = static_cast<int>(threadIdx.x) / kRowChunks;
         _chunk = static_cast<int>(threadIdx.x) % kRowChunks;
         _to = tileOffset(row, _chunk);
+        _copies = static_cast<int>(place.end - place.begin + kRowsApart - 1) / kRowsApart;
         const uint32_t chunks = _aligned ? static_cast<uint32_t>(_cols) / 8 : 1;
 #pragma unroll
         for (int i = 0; i < kCopies; ++i) {
-            const int64_t t = place.begin + row + i * kRowsApart, pair = t < place.end ? t : place.end - 1;
+            const int64_t t = place.begin + row + i * kRowsApart,
+                          pair = t < place.end ? t : static_cast<uint32_t>(t) % static_cast<uint32_t>(call.rows);
             _row[i] = static_cast<uint32_t>(rowOfX(call, place, pair)) * chunks;
         }
     }
@@ -124,13 +130,17 @@ public:
             const bool valid = k < _cols;
             x += valid ? k : 0;
 #pragma unroll
-            for (int i = 0; i < kCopies; ++i)
+            for (int i = 0; i < kCopies; ++i) {
+                if (kSkips && i >= _copies) break;
                 copyChunk(tile + _to + i * kRowsApart * kTileRowBytes, x + static_cast<uint64_t>(_row[i]) * 8, valid);
+            }
         } else if constexpr (kAnyCols) {
             const int valid = min(_cols - k, 8);
-            for (int i = 0; i < kCopies; ++i)
+            for (int i = 0; i < kCopies; ++i) {
+                if (kSkips && i >= _copies) break;
                 storeShared(tile + _to + i * kRowsApart * kTileRowBytes,
                             loadElements(x + static_cast<int64_t>(_row[i]) * _cols + k, valid));
+            }
         }
     }
 
@@ -140,6 +150,7 @@ private:
     bool _aligned;
     uint32_t _to;
     int _chunk;
+    int _copies;             // that have a row of the tile
     uint32_t _row[kCopies];  // in 16-byte chunks from x; the row's number if rows are not aligned
 };
 

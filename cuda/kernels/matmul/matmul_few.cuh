@@ -48,7 +48,6 @@ struct FewCall {
     int32_t tilesT = 0;  // along the rows of x, of all experts: `parts` for each tile of the call's groups
     int32_t parts = 1;
     int32_t tilesN = 0;  // along the rows of w, of each head
-    Together order = Together::Alone;
 };
 
 #ifdef SHARPI_WGMMA
@@ -281,7 +280,7 @@ template <typename Tiling, DType T> __device__ __forceinline__ void produce(cons
 #pragma unroll
         for (int part = 0; part < kParts; ++part) feed.fetch(loaded[part], stride, part);
     }
-    awaitTogether(block.few.order);
+    awaitTogether(block.few.call.order);
     if (!begins) return;
     rows.begin(block.placeOf(item));
     RingPlace slot;
@@ -429,7 +428,7 @@ template <DType T, typename Tiling>
 __global__ void __launch_bounds__(Tiling::kThreads, 1) matmulFewKernel(const __grid_constant__ FewCall few) {
 #ifdef SHARPI_WGMMA
     extern __shared__ __align__(1024) uint8_t shared[];
-    beginTogether(few.order);
+    beginTogether(few.call.order);
     if (few.call.groups.begin) waitForPrevious();  // another kernel writes the tiles' arrays
     const FewBlock<Tiling> block(few, shared);
     if (__shfl_sync(~0u, threadIdx.x / Tiling::kConsumers, 0) > 0) {
@@ -437,10 +436,10 @@ __global__ void __launch_bounds__(Tiling::kThreads, 1) matmulFewKernel(const __g
     } else {
         FewProducts<Tiling, T> products(block);
         products.fetchAhead(0);
-        awaitTogether(few.order);
+        awaitTogether(few.call.order);
         products.run();
     }
-    endTogether(few.order);
+    endTogether(few.call.order);
 #endif
 }
 

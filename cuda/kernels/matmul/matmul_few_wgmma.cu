@@ -11,10 +11,9 @@ namespace {
 using ShortTiling = FewTiling<64, 2, 6, 4, kMostFewItems>;
 using TallTiling = FewTiling<128, 1, 9, 7, 128>;
 
-template <typename Tiling> void launchFew(Stream& stream, const MatmulCall& call, Together order) {
+template <typename Tiling> void launchFew(Stream& stream, const MatmulCall& call) {
     FewCall few;
     few.call = call;
-    few.order = order;
     few.parts = call.groups.begin ? blocksPerExpertTile<Tiling::kTileT>(call.groups) : 1;
     few.tilesT = call.groups.begin ? static_cast<int32_t>(call.groups.tiles) * few.parts : 1;
     few.tilesN = static_cast<int32_t>(call.by.tiles(call.shape, Tiling::kTileN));
@@ -30,23 +29,16 @@ template <typename Tiling> void launchFew(Stream& stream, const MatmulCall& call
     });
 }
 
-// The mean number of rows decides. An expert with more rows than a tile has several tiles.
-bool areFew(const ExpertGroups& groups) {
-    constexpr int64_t kMeanPairs = 16;
-    // An upper bound of the experts with pairs: see maxExpertTiles.
-    const int64_t experts = groups.tiles - groups.pairs / kSmallExpertTile - 1;
-    return groups.pairs <= kMeanPairs * experts;
-}
-
 }  // namespace
 
 bool hasFewRows(const MatmulCall& call) {
-    return call.groups.begin ? areFew(call.groups) : call.rows <= TallTiling::kTileT;
+    constexpr int64_t kMostMean = 32;
+    return call.groups.begin ? meanIsAtMost(kMostMean, call.groups) : call.rows <= TallTiling::kTileT;
 }
 
-void matmulOfFewRows(Stream& stream, const MatmulCall& call, Together order) {
-    if (call.groups.begin || call.rows <= ShortTiling::kTileT) launchFew<ShortTiling>(stream, call, order);
-    else launchFew<TallTiling>(stream, call, order);
+void matmulOfFewRows(Stream& stream, const MatmulCall& call) {
+    if (call.groups.begin || call.rows <= ShortTiling::kTileT) launchFew<ShortTiling>(stream, call);
+    else launchFew<TallTiling>(stream, call);
 }
 
 }  // namespace sharpi::cuda

@@ -1,11 +1,12 @@
 // The matrix product of prefill: y = x w^T on tensor cores, with weights that stay packed in device memory.
 //
-// A thread block computes a tile of y. Each of its warps multiplies 64 rows of x by 64 rows of w, in 128 accumulators
-// for each thread: the larger a warp's tile, the fewer bytes it reads from shared memory for each multiplication. It
-// goes along k in steps of 64. While the tensor cores work on one step, the activations of the next steps are being
-// copied, and the threads expand the next step's weights from packed blocks into shared memory (matmul_feed.cuh), a
-// part between every few multiplications. One barrier for each step separates writing a tile from reading it. Two or
-// more blocks share a multiprocessor, so the expansion of one also fills the waits of another.
+// A thread block computes a tile of y. In a large tile, each of its warps multiplies 64 rows of x by 64 rows of w, in
+// 128 accumulators for each thread: the larger a warp's tile, the fewer bytes it reads from shared memory for each
+// multiplication. Few rows have small tiles, of which there are more. A block goes along k in steps of 64. While the
+// tensor cores work on one step, the activations of the next steps are being copied, and the threads expand the next
+// step's weights from packed blocks into shared memory (matmul_feed.cuh), a part between every few multiplications. One
+// barrier for each step separates writing a tile from reading it. Two or more blocks share a multiprocessor, so the
+// expansion of one also fills the waits of another.
 //
 // Every element of y is one thread's sum in one order, whatever the number of rows: there are no atomic additions, and
 // k is never split.
@@ -16,11 +17,34 @@
 
 namespace sharpi::cuda {
 
-constexpr int kWarpTile = 64;  // rows of x and of w that a warp multiplies
+// How a block's tile is divided: kWarpsT x kWarpsN warps, each of which multiplies kWarpT rows of x by kWarpN rows of
+// w. kBlocks: how many blocks share a multiprocessor's registers. kFetched: steps between the fetch of a weight and its
+// expansion. kSkips: whether rows of x that a tile does not have are neither copied nor, by sixteens, multiplied.
+template <int kWarpsT_, int kWarpsN_, int kWarpT_, int kWarpN_, int kBlocks_, int kFetched_ = 1, bool kSkips_ = false>
+struct TileLayout {
+    static constexpr int kWarpsT = kWarpsT_, kWarpsN = kWarpsN_, kWarpT = kWarpT_, kWarpN = kWarpN_, kBlocks = kBlocks_,
+                         kFetched = kFetched_;
+    static constexpr bool kSkips = kSkips_;
+    static constexpr int kThreads = kWarpsT * kWarpsN * 32;
+    static constexpr int kTileT = kWarpsT * kWarpT, kTileN = kWarpsN * kWarpN;
+};
+using LargeLayout = TileLayout<2, 2, 64, 64, 2>;
+// Half as many outputs: for products that have few large tiles, and for experts.
+using HalfLayout = TileLayout<2, 2, 64, 32, 3>;
+// Up to 64 rows. Their weights take most of the time: four warps expand them, and loads have two steps to arrive.
+using FewLayout = TileLayout<1, 4, 64, 16, 4, 2, true>;
 
 // The number of blocks that share a tile of ExpertGroups, if each takes up to kTileT of its pairs.
 template <int kTileT> __host__ __device__ constexpr int blocksPerExpertTile(const ExpertGroups& groups) {
     return (groups.tilePairs + kTileT - 1) / kTileT;
+}
+
+// Whether experts have at most `pairs` pairs in the mean. That decides what their products wait for: for weights to be
+// loaded and expanded, or for the tensor cores. An expert with more pairs than a tile has several tiles.
+inline bool meanIsAtMost(int64_t pairs, const ExpertGroups& groups) {
+    // An upper bound of the experts with pairs: see maxExpertTiles.
+    const int64_t experts = groups.tiles - groups.pairs / kSmallExpertTile - 1;
+    return groups.pairs <= pairs * experts;
 }
 
 // The rows of w of head `z` of the call's, or all if it has no heads, and where their outputs go.
@@ -133,11 +157,13 @@ __device__ __forceinline__ void storeTile(const MatmulCall& call, const TilePlac
     }
 }
 
-// A warp's part of one step: kWarpTile x kWarpTile x 16 at a time.
-class WarpProduct {
+// A warp's part of one step: kWarpT x kWarpN x 16 at a time.
+template <typename Layout> class WarpProduct {
+    static constexpr int kOfX = Layout::kWarpT / 16, kOfW = Layout::kWarpN / 16;  // of 16 rows each
+
 public:
-    // rowT, rowN: the warp's first rows in the block's tiles.
-    __device__ __forceinline__ WarpProduct(int rowT, int rowN) {
+    // rowT, rowN: the warp's first rows in the block's tiles. rows: how many of x the block has.
+    __device__ __forceinline__ WarpProduct(int rowT, int rowN, int rows) : _operands((rows - rowT + 15) / 16) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         // The matrices of x are rows 0-7 and 8-15 of the first 8 of k, then of the next 8. Those of w are the first 8
         // and the next 8 of k of rows 0-7, then of rows 8-15. This is the order of the instruction's operand registers.
@@ -147,36 +173,42 @@ public:
 
     // k: which 16 of the step's 64.
     __device__ __forceinline__ void multiply(uint32_t tileX, uint32_t tileW, int k) {
-        uint32_t x[kWarpTile / 16][4], w[kWarpTile / 16][4];
+        uint32_t x[kOfX][4], w[kOfW][4];
         // Each step of two chunks along k changes the swizzled chunk number from its second-lowest bit up.
         const uint32_t atX = tileX + (_x ^ static_cast<uint32_t>(k) << 5),
                        atW = tileW + (_w ^ static_cast<uint32_t>(k) << 5);
 #pragma unroll
-        for (int i = 0; i < kWarpTile / 16; ++i) loadMatrices(x[i], atX + i * 16 * kTileRowBytes);
+        for (int i = 0; i < kOfX; ++i)
+            if (has(i)) loadMatrices(x[i], atX + i * 16 * kTileRowBytes);
 #pragma unroll
-        for (int i = 0; i < kWarpTile / 16; ++i) loadMatrices(w[i], atW + i * 16 * kTileRowBytes);
+        for (int i = 0; i < kOfW; ++i) loadMatrices(w[i], atW + i * 16 * kTileRowBytes);
 #pragma unroll
-        for (int i = 0; i < kWarpTile / 16; ++i)
+        for (int i = 0; i < kOfX; ++i) {
+            if (!has(i)) continue;
 #pragma unroll
-            for (int j = 0; j < kWarpTile / 8; ++j)
+            for (int j = 0; j < kOfW * 2; ++j)
                 multiplyAdd(_sum[i][j], x[i], w[j / 2][j % 2 * 2], w[j / 2][j % 2 * 2 + 1]);
+        }
     }
 
     // rowT, rowN: as in the constructor.
     template <int kTileN> __device__ __forceinline__ void store(float* tile, int rowT, int rowN) const {
         const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
-        for (int i = 0; i < kWarpTile / 8; ++i)
+        for (int i = 0; i < kOfX * 2; ++i)
 #pragma unroll
-            for (int j = 0; j < kWarpTile / 8; ++j)
+            for (int j = 0; j < kOfW * 2; ++j)
                 *reinterpret_cast<float2*>(tile +
                                            sumPlace<kTileN>(rowT + lane / 4 + i * 8, rowN + lane % 4 * 2 + j * 8)) = {
                     _sum[i / 2][j][i % 2 * 2], _sum[i / 2][j][i % 2 * 2 + 1]};
     }
 
 private:
+    __device__ __forceinline__ bool has(int i) const { return !Layout::kSkips || i < _operands; }
+
     uint32_t _x, _w;
-    float _sum[kWarpTile / 16][kWarpTile / 8][4] = {};
+    int _operands;  // of x that have a row
+    float _sum[kOfX][kOfW * 2][4] = {};
 };
 
 // The block's tiles in shared memory: `stages` of x, then two of w.
@@ -191,53 +223,51 @@ template <int kTileT, int kTileN> struct SharedTiles {
     __device__ __forceinline__ uint32_t w(int step) const { return base + stages * kBytesX + (step & 1) * kBytesW; }
 };
 
-template <int kWarpsT, int kWarpsN> struct TileLayout {
-    static constexpr int kThreads = kWarpsT * kWarpsN * 32;
-    static constexpr int kTileT = kWarpsT * kWarpTile, kTileN = kWarpsN * kWarpTile;
-    using Shared = SharedTiles<kTileT, kTileN>;
-};
-
-template <DType T, bool kSplit, int kWarpsT, int kWarpsN>
-__global__ void __launch_bounds__(kWarpsT * kWarpsN * 32, 8 / (kWarpsT * kWarpsN))
+template <DType T, bool kSplit, typename Layout>
+__global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     matmulKernel(const __grid_constant__ MatmulCall call) {
-    using Layout = TileLayout<kWarpsT, kWarpsN>;
     constexpr int kThreads = Layout::kThreads, kParts = kWeightParts<kThreads, Layout::kTileN>,
                   kInner = kTileDepth / 16;
     // Rare types have a case each wherever weights are fetched or stored, so those places are kept few.
     constexpr int kUnroll = T == kAnyRare ? 1 : kInner;
+    constexpr int kFetched = T == kAnyRare || T == DType::F32 ? 1 : Layout::kFetched;  // F32 would take many registers
+    static_assert(kFetched == 1 || kParts == 1);
     extern __shared__ __align__(1024) uint8_t shared[];
     allowNext();
     if (call.groups.begin) waitForPrevious();  // another kernel writes the tiles' arrays
     const TilePlace place = placeOf<Layout::kTileT, Layout::kTileN>(call);
     if (place.begin >= place.end) return;
 
-    const typename Layout::Shared tiles{sharedAddress(shared), call.stages};
+    const SharedTiles<Layout::kTileT, Layout::kTileN> tiles{sharedAddress(shared), call.stages};
     const int stepsPerPass = static_cast<int>((call.shape.cols + kTileDepth - 1) / kTileDepth),
               steps = stepsPerPass * call.passes.count;
     const auto at = [&](int step) { return stepAt<kSplit>(call, step, stepsPerPass); };
 
     using Feed = typename WeightFeedOf<T, kSplit, kThreads, Layout::kTileN>::Type;
     const Feed weights(call, place.w, place.firstRow, static_cast<int>(threadIdx.x));
-    typename Feed::Loaded loaded;
+    typename Feed::Loaded loaded[kFetched];  // step i's weights in number i % kFetched
 #pragma unroll kUnroll
     for (int part = 0; part < kParts; ++part) {
-        weights.fetch(loaded, at(0), part, call.aligned);
-        weights.store(loaded, tiles.w(0), at(0), part);
+        weights.fetch(loaded[0], at(0), part, call.aligned);
+        weights.store(loaded[0], tiles.w(0), at(0), part);
     }
-    if (steps > 1) weights.fetch(loaded, at(1), 0, call.aligned);
+#pragma unroll
+    for (int i = 1; i <= kFetched; ++i)
+        if (i < steps) weights.fetch(loaded[i % kFetched], at(i), 0, call.aligned);
 
     waitForPrevious();
-    const RowFeed<kThreads, Layout::kTileT, kIsFloat<T>> rows(call, place);
+    const RowFeed<kThreads, Layout::kTileT, kIsFloat<T>, Layout::kSkips> rows(call, place);
     for (int step = 0; step < call.stages - 1; ++step) {
         if (step < steps) rows.copy(tiles.x(step), at(step));
         closeCopies();
     }
 
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    const int rowT = warp % kWarpsT * kWarpTile, rowN = warp / kWarpsT * kWarpTile;
-    WarpProduct product(rowT, rowN);
+    const int rowT = warp % Layout::kWarpsT * Layout::kWarpT, rowN = warp / Layout::kWarpsT * Layout::kWarpN;
+    WarpProduct<Layout> product(rowT, rowN, static_cast<int>(place.end - place.begin));
     int stage = 0, filled = call.stages - 1;  // the tile of x to multiply, and the next to fill
-    for (int step = 0; step < steps; ++step) {
+    // next: the weights of the step after.
+    const auto multiplyStep = [&](int step, typename Feed::Loaded& next) {
         if (call.stages > 2) waitForCopies<1>();
         else waitForCopies<0>();
         __syncthreads();  // this step's tiles are complete, and no thread reads the last step's any more
@@ -249,15 +279,19 @@ __global__ void __launch_bounds__(kWarpsT * kWarpsN * 32, 8 / (kWarpsT * kWarpsN
             const int part = k / kEvery;
             const bool isLast = part + 1 == kParts;
             if (k % kEvery == 0 && step + 1 < steps) {
-                weights.store(loaded, tiles.w(step + 1), at(step + 1), part);
-                if (!isLast || step + 2 < steps)
-                    weights.fetch(loaded, at(isLast ? step + 2 : step + 1), isLast ? 0 : part + 1, call.aligned);
+                weights.store(next, tiles.w(step + 1), at(step + 1), part);
+                const int fetched = step + 1 + (isLast ? kFetched : 0);
+                if (!isLast || fetched < steps) weights.fetch(next, at(fetched), isLast ? 0 : part + 1, call.aligned);
             }
             product.multiply(tiles.x(stage), tiles.w(step), k);
         }
         stage = stage + 1 == call.stages ? 0 : stage + 1;
         filled = filled + 1 == call.stages ? 0 : filled + 1;
-    }
+    };
+    for (int step = 0; step < steps; step += kFetched)
+#pragma unroll
+        for (int i = 0; i < kFetched; ++i)
+            if (i == 0 || step + i < steps) multiplyStep(step + i, loaded[(i + 1) % kFetched]);
     __syncthreads();  // the sums overwrite the tiles
     float* sums = reinterpret_cast<float*>(shared);
     product.template store<Layout::kTileN>(sums, rowT, rowN);

@@ -4,11 +4,8 @@
 
 namespace sharpi::cuda {
 
-void matmulInSmallTiles(Stream& stream, const MatmulCall& call, int tileRows) {
-    withNarrowType(call.type, [&](auto tag) {
-        if (tileRows == 64) launchTiling<decltype(tag)::kType, SmallTiling<64>>(stream, call);
-        else launchTiling<decltype(tag)::kType, SmallTiling<128>>(stream, call);
-    });
+void matmulInSmallTiles(Stream& stream, const MatmulCall& call) {
+    withNarrowType(call.type, [&](auto tag) { launchTiling<decltype(tag)::kType, SmallTiling>(stream, call); });
 }
 
 }  // namespace sharpi::cuda

@@ -1,11 +1,10 @@
 // Launches the matrix products of prefill on Hopper.
 #include "kernels/matmul/matmul_wgmma.h"
 
-#include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <iterator>
 
+#include "kernels/matmul/matmul_tiles.h"
 #include "kernels/matmul/matmul_wgmma.cuh"
 
 namespace sharpi::cuda {
@@ -32,23 +31,6 @@ bool hasWarpgroups(const DeviceInfo& device) {
 
 bool runsByWarpgroups(const DeviceInfo& device) { return hasWarpgroups(device) && isWanted(); }
 
-// A large tile expands each weight for more rows, but small tiles leave fewer multiprocessors idle. The time of a tile
-// is relative to that of 128 outputs and 256 rows.
-MatmulTile chooseTile(int64_t rows, int64_t outputs, int64_t matrices, int multiprocessors) {
-    struct Candidate {
-        MatmulTile tile;
-        double time;
-    };
-    constexpr Candidate kCandidates[] = {{{64, 64}, 0.165}, {{64, 128}, 0.28}, {{128, 256}, 1.0}};
-    const auto roundedUp = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-    const auto timeOf = [&](const Candidate& c) {
-        const int64_t blocks = roundedUp(rows, c.tile.rows) * roundedUp(outputs, c.tile.outputs) * matrices;
-        return static_cast<double>(roundedUp(blocks, multiprocessors)) * c.time;
-    };
-    const auto isSooner = [&](const Candidate& a, const Candidate& b) { return timeOf(a) < timeOf(b); };
-    return std::min_element(std::begin(kCandidates), std::end(kCandidates), isSooner)->tile;
-}
-
 bool takesWarpgroups(const Stream& stream, const MatmulCall& call) {
     return runsByWarpgroups(stream.device()) && call.type != DType::F32 && call.aligned;
 }
@@ -60,7 +42,7 @@ void matmulByWarpgroups(Stream& stream, const MatmulCall& call) {
                               [&](auto tag) { launchTiling<decltype(tag)::kType, ExpertTiling>(stream, call); });
     const MatmulTile tile =
         chooseTile(call.rows, call.by.rowsOf(call.shape), call.by.count, stream.device().multiprocessors);
-    if (tile.outputs == 64) matmulInSmallTiles(stream, call, tile.rows);
+    if (tile.outputs == SmallTiling::kTileN) matmulInSmallTiles(stream, call);
     else withNarrowType(call.type, [&](auto tag) { launchTiling<decltype(tag)::kType, LargeTiling>(stream, call); });
 }
 

@@ -55,7 +55,7 @@ using LargeTiling = WgmmaTiling<128, 256, 256, 1, 0, 2>;
 // the L1 cache, through which all weights come.
 using ExpertTiling = WgmmaTiling<128, kWarpgroupExpertTile, 256, 1, 0, 1>;
 // Prompts for which large tiles make fewer blocks than there are multiprocessors.
-template <int kTileT> using SmallTiling = WgmmaTiling<64, kTileT, 256, 2, 1, 2>;
+using SmallTiling = WgmmaTiling<64, 128, 256, 2, 1, 2>;
 
 #ifdef SHARPI_WGMMA
 
@@ -134,7 +134,7 @@ __device__ __forceinline__ void multiplyTile(const MatmulCall& call, const TileP
     if (Tiling::kFetched == 2) weights = ahead;
     else if (exists(1)) fetch(weights, 1);
 
-    waitForPrevious();
+    awaitTogether(call.order);
     const RowFeed<Tiling::kThreads, kN, false> rows(call, place);
     const auto copy = [&](int stride) {
 #pragma unroll
@@ -206,20 +206,21 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksAtOnce)
     matmulWgmmaKernel(const __grid_constant__ MatmulCall call) {
 #ifdef SHARPI_WGMMA
     extern __shared__ __align__(1024) uint8_t shared[];
-    allowNext();
+    beginTogether(call.order);
     if (call.groups.begin) waitForPrevious();  // another kernel writes the tiles' arrays
     const TilePlace place = placeOf<Tiling::kTileT, Tiling::kTileN>(call);
-    if (place.begin >= place.end) return;
+    if (place.begin >= place.end) return;  // products that run together have no such tile
     fetchWeightsAhead<T, Tiling::kTileN>(call, place, 0, call.ahead);
     float* tiles = reinterpret_cast<float*>(shared);
     const int64_t rows = place.end - place.begin;
     // The instruction's number of rows: a short tile takes a shorter one.
-    constexpr int kAll = Tiling::kTileT, kShort = kAll == 64 ? 32 : 64;
+    constexpr int kAll = Tiling::kTileT, kShort = 64;
     constexpr bool kHas96 = kAll == kWarpgroupExpertTile, kHas128 = kAll > 128;
     if (rows <= kShort) multiplyTile<T, Tiling, kShort>(call, place, tiles);
     else if (kHas96 && rows <= 96) multiplyTile<T, Tiling, kHas96 ? 96 : kAll>(call, place, tiles);
     else if (kHas128 && rows <= 128) multiplyTile<T, Tiling, kHas128 ? 128 : kAll>(call, place, tiles);
     else multiplyTile<T, Tiling, kAll>(call, place, tiles);
+    endTogether(call.order);
 #endif
 }
 

@@ -11,15 +11,14 @@ struct MatmulCall;
 
 // Whether Hopper's instructions can do the product in its plain form. They cannot on another device, in a build without
 // them (the "a" in the architecture 90a), for F32 weights, for rows that are not whole 16-byte words, or with
-// SHARPI_CUDA_WGMMA=0.
+// SHARPI_CUDA_WGMMA=0. Products of several matrices with the same rows can run together.
 bool takesWarpgroups(const Stream& stream, const MatmulCall& call);
 void matmulByWarpgroups(Stream& stream, const MatmulCall& call);
 
 // Whether the product has so few rows that loading and expanding its weights takes most of the time. Such products have
-// a kernel of their own (matmul_few.cuh), with the same bits. Those of several matrices with the same rows can run
-// together.
+// a kernel of their own (matmul_few.cuh), with the same bits.
 bool hasFewRows(const MatmulCall& call);
-void matmulOfFewRows(Stream& stream, const MatmulCall& call, Together order = Together::Alone);
+void matmulOfFewRows(Stream& stream, const MatmulCall& call);
 constexpr int kMostFewItems = 256;  // tiles of up to 64 rows that a block can note down
 
 // The most pairs of an expert's tile for these kernels, and whether they are the ones that run on the device.
@@ -28,14 +27,7 @@ bool runsByWarpgroups(const DeviceInfo& device);
 
 // --- what matmulByWarpgroups alone calls ---
 
-// The same bits in tiles of 64 outputs and 64 or 128 rows (matmul_small_wgmma.cu).
-void matmulInSmallTiles(Stream& stream, const MatmulCall& call, int tileRows);
-
-// The outputs and the rows of the tiles in which `rows` rows are multiplied soonest by `matrices` matrices with
-// `outputs` rows each.
-struct MatmulTile {
-    int outputs, rows;
-};
-MatmulTile chooseTile(int64_t rows, int64_t outputs, int64_t matrices, int multiprocessors);
+// The same bits in tiles of 64 outputs and 128 rows (matmul_small_wgmma.cu).
+void matmulInSmallTiles(Stream& stream, const MatmulCall& call);
 
 }  // namespace sharpi::cuda

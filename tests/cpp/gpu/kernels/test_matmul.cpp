@@ -334,7 +334,7 @@ TEST_P(Matmul, ReadsWhatThePreviousLaunchWrote) {
     const int64_t width = 1024, outputs = std::max(16, stream().device().multiprocessors - 8) * 64;
     const Weights large = weights(DType::IQ2_XXS, outputs, width), small = weights(DType::Q8_0, 64, width),
                   next = weights(DType::Q4_0, width, width);
-    for (const int64_t rows : {1, 40, 128, 256}) {
+    for (const int64_t rows : {1, 40, 128, 256, 400}) {
         const std::vector<float> start = randomFloats(static_cast<size_t>(rows * width), 0.1f);
         const auto run = [&](bool waiting, bool largeFirst) {
             const DeviceArray<float> x(start), ofLarge(static_cast<size_t>(rows * outputs)),
@@ -385,7 +385,7 @@ TEST_P(Matmul, SeveralHaveTheBitsOfEach) {
         all.push_back(weights(type, outputs, cols));
     all.push_back(weights(DType::BF16, 40, cols));
     const DeviceArray<float> bias(randomFloats(700));
-    for (const int64_t rows : {1, 17, 64, 65, 128, 129}) {
+    for (const int64_t rows : {1, 17, 64, 65, 128, 129, 300}) {
         // With low halves, the 16-bit floats are multiplied by another kernel.
         const Activations x = activations(rows, cols, rows == 17);
         for (const Store store : {Store::Write, Store::Add}) {
@@ -529,9 +529,11 @@ protected:
 INSTANTIATE_TEST_SUITE_P(Product, MatmulExperts, kBothWays, nameOfWay);
 
 TEST_P(MatmulExperts, EveryType) {
-    for (const DType type : reference::quantizedTypes())
-        check(type, {5, 0, 70, 1}, 33, 150, blocks(type, 2, 3), true, false);
-    for (const DType type : kFloats) check(type, {5, 0, 70, 1}, 33, 150, 100, true, true);
+    for (const std::vector<int32_t>& counts : {std::vector<int32_t>{5, 0, 70, 1}, {165, 100}}) {  // few pairs, and many
+        for (const DType type : reference::quantizedTypes())
+            check(type, counts, 33, 150, blocks(type, 2, 3), true, false);
+        for (const DType type : kFloats) check(type, counts, 33, 150, 100, true, true);
+    }
 }
 
 TEST_P(MatmulExperts, GatheredOrNotAndUnevenlyShared) {

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "kernels/experts/router.h"
-#include "kernels/matmul/matmul_wgmma.h"
+#include "kernels/matmul/matmul_tiles.h"
 #include "matmul_test.h"
 #include "row_cuts.h"
 
@@ -117,9 +117,8 @@ TEST_P(MatmulRows, InHoppersTilesOfEverySize) {
         int64_t rows, outputs;
         MatmulTile tile;
     };
-    for (const Shape& shape :
-         {Shape{189, 190, {64, 64}}, Shape{159, 190, {64, 64}}, Shape{255, processors / 2 * 64 - 3, {64, 128}},
-          Shape{1021, processors / 4 * 128 - 3, {128, 256}}}) {
+    for (const Shape& shape : {Shape{189, 190, {64, 128}}, Shape{255, processors / 2 * 64 - 3, {64, 128}},
+                               Shape{1021, processors / 4 * 128 - 3, {128, 256}}}) {
         const MatmulTile tile = chooseTile(shape.rows, shape.outputs, 1, processors);
         ASSERT_EQ(tile.outputs, shape.tile.outputs);
         ASSERT_EQ(tile.rows, shape.tile.rows);
@@ -129,6 +128,28 @@ TEST_P(MatmulRows, InHoppersTilesOfEverySize) {
         expectIndependent(DType::Q6_K, shape.rows, shape.outputs, 768, false, 1);
         expectIndependent(DType::IQ2_XXS, shape.rows, shape.outputs, 768, false, 1);
         for (const int64_t cols : {72, 200}) expectIndependent(DType::BF16, shape.rows, shape.outputs, cols, false, 1);
+    }
+}
+
+// The same for the tiles that a device without Hopper's instructions has.
+TEST_P(MatmulRows, InWarpsTilesOfEverySize) {
+    if (*GetParam() == '1') GTEST_SKIP() << "with Hopper's own instructions";
+    const int processors = stream().device().multiprocessors;
+    struct Shape {
+        int64_t rows, outputs;
+        MatmulTile tile;
+    };
+    for (const Shape& shape : {Shape{189, 190, {64, 128}}, Shape{121, 2 * processors * 128 - 3, {128, 128}}}) {
+        const MatmulTile tile = chooseTileOfWarps(shape.rows, shape.outputs, 1, stream().device());
+        ASSERT_EQ(tile.outputs, shape.tile.outputs);
+        ASSERT_EQ(tile.rows, shape.tile.rows);
+        for (const int64_t cols : {32, 160}) expectIndependent(DType::Q5_0, shape.rows, shape.outputs, cols, false, 1);
+        for (const DType type : {DType::Q4_K, DType::Q6_K, DType::IQ2_XXS})
+            expectIndependent(type, shape.rows, shape.outputs, 768, false, 1);
+        for (const int64_t cols : {72, 33}) {
+            expectIndependent(DType::F16, shape.rows, shape.outputs, cols, false, 1);
+            expectIndependent(DType::F32, shape.rows, shape.outputs, cols, true, 1);
+        }
     }
 }
 
@@ -182,6 +203,16 @@ TEST_P(MatmulRows, RefusesRowsThatAreNotAligned) {
         EXPECT_THROW(matmul(stream(), w.packed, crooked, 2, nullptr, y.get(), Store::Write), Error);
     EXPECT_NO_THROW(matmul(stream(), w.packed, {rows.hi + 8, nullptr}, 2, nullptr, y.get(), Store::Write));
     stream().synchronize();
+}
+
+// Turing's multiprocessor has room for one large tile, to the byte.
+TEST(MatmulTiles, AreChosenForAMultiprocessorThatHoldsOne) {
+    DeviceInfo device;
+    device.major = 7, device.minor = 5;
+    device.multiprocessors = 40;
+    device.sharedPerBlock = device.sharedPerMultiprocessor = 64 * 1024;
+    EXPECT_EQ(chooseTileOfWarps(128, 128 * 40, 1, device).outputs, 128);
+    EXPECT_EQ(chooseTileOfWarps(128, 128 * 41, 1, device).outputs, 64);
 }
 
 // A layer of experts as prefill computes it, from the router's logits to the sum.
