@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 BUILDS = ("old", "new")
 PROMPT = 64  # tokens before those that are measured
-FIRST = (1, 5, 8, 9, 64, 300)  # lengths of prompts
+FIRST = (1, 5, 8, 9, 64, 129, 300)  # lengths of prompts
 HELD, REST = 512, (1, 8, 16, 33, 64, 100, 128, 200)  # tokens that a session has, and those that it has to compute
 TURN_PROMPT, TURN_ANSWER = 64, 128  # tokens
 # What --quick makes of the options: enough to see that everything runs.
