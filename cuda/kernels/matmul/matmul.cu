@@ -42,7 +42,6 @@ template <DType T, bool kSplit> void launchLayout(Stream& stream, const MatmulCa
     if (call.groups.begin) {
         // With more pairs for each expert, multiplying takes most of the time. Measured with 128 experts on an H200.
         constexpr int64_t kMostMean = 64;
-        static_assert(HalfLayout::kTileT == kSmallExpertTile, "a block takes a whole tile of an expert's pairs");
         if (meanIsAtMost(kMostMean, call.groups)) return launchTiles<T, kSplit, FewLayout>(stream, call);
         return launchTiles<T, kSplit, HalfLayout>(stream, call);
     }
@@ -91,14 +90,16 @@ bool isAligned(const MatmulCall& call) {
 }  // namespace
 
 MatmulTile chooseTileOfWarps(int64_t rows, int64_t outputs, int64_t matrices, const DeviceInfo& device) {
-    const auto blocks = [&](auto layout) {
+    // A multiprocessor that holds only one is as fast as it can be with one.
+    const auto timeOf = [&](auto layout, double time, double alone) {
         using Layout = decltype(layout);
-        // Where all shared memory is just enough for a block, none is left for what the driver reserves.
-        return std::clamp(blocksAtOnce<Layout>(device, chooseStages<Layout>(device)), 1, Layout::kBlocks);
+        // On 7.5, a large tile takes all shared memory, and none seems to fit beside what the driver reserves
+        // elsewhere.
+        const int blocks = std::clamp(blocksAtOnce<Layout>(device, chooseStages<Layout>(device)), 1, Layout::kBlocks);
+        return TileTime{{Layout::kTileN, Layout::kTileT}, blocks, time, blocks > 1 ? alone : time};
     };
-    return soonestTile({{{LargeLayout::kTileN, LargeLayout::kTileT}, blocks(LargeLayout{}), 1.0},
-                        {{HalfLayout::kTileN, HalfLayout::kTileT}, blocks(HalfLayout{}), 0.52}},
-                       rows, outputs, matrices, device.multiprocessors);
+    return soonestTile({timeOf(LargeLayout{}, 1.0, 1.45), timeOf(HalfLayout{}, 0.52, 0.9)}, rows, outputs, matrices,
+                       device.multiprocessors);
 }
 
 static MatmulCall callOf(const Matrix& w, const HalfRows& x, int64_t rows, float* y, int64_t stride) {

@@ -24,7 +24,7 @@ enum class Store { Write, Add };
 // rows of the whole: the bits depend on it.
 void matmul(Stream& stream, const Matrix& w, const HalfRows& x, int64_t rows, const float* bias, float* y, Store store,
             int64_t stride = 0);
-// The same for several matrices with the same number of columns, which can run at the same time.
+// The same for several matrices with the same number of columns. Their products can run at the same time.
 void matmul(Stream& stream, const HalfRows& x, int64_t rows, const std::vector<MatvecOutput>& outputs, Store store);
 
 // The products of matvecByHead() with many rows: x has rows * heads rows.
@@ -46,6 +46,13 @@ constexpr int kSmallExpertTile = 128;
 int32_t expertTilePairs(const DeviceInfo& device);
 inline int64_t maxExpertTiles(int64_t pairs, int64_t experts) {
     return pairs / kSmallExpertTile + (pairs < experts ? pairs : experts) + 1;
+}
+// Whether experts have at most `most` pairs on average. That decides what their products wait for: for weights to be
+// loaded and expanded, or for the tensor cores. An expert with more pairs than a tile has several tiles.
+inline bool meanIsAtMost(int64_t most, const ExpertGroups& groups) {
+    const int64_t experts =
+        groups.tiles - groups.pairs / kSmallExpertTile - 1;  // with pairs, at most: maxExpertTiles()
+    return groups.pairs <= most * experts;
 }
 
 // Expert e's matrix in a stack is element index[e] - first, if first <= index[e] < end. The stack does not hold other

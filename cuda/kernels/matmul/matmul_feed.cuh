@@ -67,9 +67,9 @@ struct MatmulCall {
     float* y = nullptr;
     int64_t stride = 0;  // from a row of y to the next
     HeadRowsOfCall by;
-    ExpertIndex which;  // of w's matrices
-    Together order = Together::Alone;
-    int32_t ahead = 0;  // blocks of each row of quantized weights that are prefetched into the L2 cache
+    ExpertIndex which;                 // of w's matrices
+    Together order = Together::Alone;  // among the products of several matrices, with Hopper's instructions
+    int32_t ahead = 0;                 // blocks of each row of quantized weights that are prefetched into the L2 cache
 };
 
 // A step of the pipeline: its step along k, and the halves that it multiplies.

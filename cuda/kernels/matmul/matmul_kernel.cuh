@@ -5,7 +5,7 @@
 // multiplication. Few rows have small tiles, of which there are more. A block goes along k in steps of 64. While the
 // tensor cores work on one step, the activations of the next steps are being copied, and the threads expand the next
 // step's weights from packed blocks into shared memory (matmul_feed.cuh), a part between every few multiplications. One
-// barrier for each step separates writing a tile from reading it. Two or more blocks share a multiprocessor, so the
+// barrier for each step separates writing a tile from reading it. If several blocks share a multiprocessor, the
 // expansion of one also fills the waits of another.
 //
 // Every element of y is one thread's sum in one order, whatever the number of rows: there are no atomic additions, and
@@ -19,7 +19,7 @@ namespace sharpi::cuda {
 
 // How a block's tile is divided: kWarpsT x kWarpsN warps, each of which multiplies kWarpT rows of x by kWarpN rows of
 // w. kBlocks: how many blocks share a multiprocessor's registers. kFetched: steps between the fetch of a weight and its
-// expansion. kSkips: whether rows of x that a tile does not have are neither copied nor, by sixteens, multiplied.
+// expansion. kSkips: whether groups of 16 rows of x past the tile's end are left out.
 template <int kWarpsT_, int kWarpsN_, int kWarpT_, int kWarpN_, int kBlocks_, int kFetched_ = 1, bool kSkips_ = false>
 struct TileLayout {
     static constexpr int kWarpsT = kWarpsT_, kWarpsN = kWarpsN_, kWarpT = kWarpT_, kWarpN = kWarpN_, kBlocks = kBlocks_,
@@ -37,14 +37,6 @@ using FewLayout = TileLayout<1, 4, 64, 16, 4, 2, true>;
 // The number of blocks that share a tile of ExpertGroups, if each takes up to kTileT of its pairs.
 template <int kTileT> __host__ __device__ constexpr int blocksPerExpertTile(const ExpertGroups& groups) {
     return (groups.tilePairs + kTileT - 1) / kTileT;
-}
-
-// Whether experts have at most `pairs` pairs in the mean. That decides what their products wait for: for weights to be
-// loaded and expanded, or for the tensor cores. An expert with more pairs than a tile has several tiles.
-inline bool meanIsAtMost(int64_t pairs, const ExpertGroups& groups) {
-    // An upper bound of the experts with pairs: see maxExpertTiles.
-    const int64_t experts = groups.tiles - groups.pairs / kSmallExpertTile - 1;
-    return groups.pairs <= pairs * experts;
 }
 
 // The rows of w of head `z` of the call's, or all if it has no heads, and where their outputs go.

@@ -36,6 +36,9 @@ bool takesWarpgroups(const Stream& stream, const MatmulCall& call) {
 }
 
 void matmulByWarpgroups(Stream& stream, const MatmulCall& call) {
+    static_assert(SmallTiling::kTileN == 64 && SmallTiling::kTileT == 128 && LargeTiling::kTileN == 128 &&
+                      LargeTiling::kTileT == 256,
+                  "the tiles that chooseTile() knows");
     if (hasFewRows(call)) return matmulOfFewRows(stream, call);
     if (call.groups.begin)
         return withNarrowType(call.type,

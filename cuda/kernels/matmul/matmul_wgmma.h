@@ -11,7 +11,7 @@ struct MatmulCall;
 
 // Whether Hopper's instructions can do the product in its plain form. They cannot on another device, in a build without
 // them (the "a" in the architecture 90a), for F32 weights, for rows that are not whole 16-byte words, or with
-// SHARPI_CUDA_WGMMA=0. Products of several matrices with the same rows can run together.
+// SHARPI_CUDA_WGMMA=0.
 bool takesWarpgroups(const Stream& stream, const MatmulCall& call);
 void matmulByWarpgroups(Stream& stream, const MatmulCall& call);
 

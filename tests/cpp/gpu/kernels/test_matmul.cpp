@@ -329,16 +329,16 @@ TEST_P(Matmul, NarrowProductsAreCloseToTheExactOnes) {
 
 // The launches of a step follow each other without waiting: a product must see what the launch before it wrote, and the
 // launch after products that run together must see all that they wrote. One of them takes longest and leaves a few
-// multiprocessors to the other, whether that comes before or after it.
+// multiprocessors to the others, whether they come before or after it.
 TEST_P(Matmul, ReadsWhatThePreviousLaunchWrote) {
     const int64_t width = 1024, outputs = std::max(16, stream().device().multiprocessors - 8) * 64;
     const Weights large = weights(DType::IQ2_XXS, outputs, width), small = weights(DType::Q8_0, 64, width),
-                  next = weights(DType::Q4_0, width, width);
+                  other = weights(DType::Q6_K, 64, width), next = weights(DType::Q4_0, width, width);
     for (const int64_t rows : {1, 40, 128, 256, 400}) {
         const std::vector<float> start = randomFloats(static_cast<size_t>(rows * width), 0.1f);
-        const auto run = [&](bool waiting, bool largeFirst) {
+        const auto run = [&](bool waiting, size_t place) {
             const DeviceArray<float> x(start), ofLarge(static_cast<size_t>(rows * outputs)),
-                ofSmall(static_cast<size_t>(rows * 64));
+                ofSmall(static_cast<size_t>(rows * 64)), ofOther(static_cast<size_t>(rows * 64));
             const DeviceArray<uint16_t> half(static_cast<size_t>(rows * width));
             const auto pause = [&] {
                 if (waiting) stream().synchronize();
@@ -349,15 +349,15 @@ TEST_P(Matmul, ReadsWhatThePreviousLaunchWrote) {
                 convertRows(stream(), from, rows, width, out);
                 pause();
             };
-            std::vector<MatvecOutput> both = {{large.packed, nullptr, ofLarge.get(), 0},
-                                              {small.packed, nullptr, ofSmall.get(), 0}};
-            if (!largeFirst) std::swap(both[0], both[1]);
-            std::vector<float> seen;
+            std::vector<MatvecOutput> all = {{large.packed, nullptr, ofLarge.get(), 0},
+                                             {small.packed, nullptr, ofSmall.get(), 0},
+                                             {other.packed, nullptr, ofOther.get(), 0}};
+            std::swap(all[0], all[place]);
             for (int i = 0; i < 8; ++i) {
                 convert(x.get());
-                if (!waiting) matmul(stream(), {half.get(), nullptr}, rows, both, Store::Write);
-                for (size_t one = 0; waiting && one < both.size(); ++one) {
-                    matmul(stream(), {half.get(), nullptr}, rows, {both[one]}, Store::Write);
+                if (!waiting) matmul(stream(), {half.get(), nullptr}, rows, all, Store::Write);
+                for (size_t one = 0; waiting && one < all.size(); ++one) {
+                    matmul(stream(), {half.get(), nullptr}, rows, {all[one]}, Store::Write);
                     pause();
                 }
                 // The last outputs of the large one, as the next product's input.
@@ -365,14 +365,16 @@ TEST_P(Matmul, ReadsWhatThePreviousLaunchWrote) {
                 matmul(stream(), next.packed, {half.get(), nullptr}, rows, nullptr, x.get(), Store::Write);
                 pause();
             }
-            seen = ofSmall.read();
-            const std::vector<float> last = x.read();
-            seen.insert(seen.end(), last.begin(), last.end());
+            std::vector<float> seen = ofSmall.read();
+            for (const DeviceArray<float>* more : {&ofOther, &x}) {
+                const std::vector<float> values = more->read();
+                seen.insert(seen.end(), values.begin(), values.end());
+            }
             return seen;
         };
-        for (const bool largeFirst : {true, false})
-            EXPECT_TRUE(sameBits(run(true, largeFirst), run(false, largeFirst)))
-                << rows << " rows, " << (largeFirst ? "the large one first" : "the small one first");
+        for (const size_t place : {0, 1, 2})
+            EXPECT_TRUE(sameBits(run(true, place), run(false, place)))
+                << rows << " rows, the large one in place " << place;
     }
 }
 
@@ -550,7 +552,7 @@ TEST_P(MatmulExperts, GatheredOrNotAndUnevenlyShared) {
 }
 
 TEST_P(MatmulExperts, PiecesOfAStackHaveTheBitsOfTheWhole) {
-    const std::vector<int32_t> counts = {5, 0, 130, 1, 64, 0, 0, 257, 3};
+    const std::vector<int32_t> counts = {5, 0, 230, 1, 64, 0, 0, 357, 3};
     const std::vector<std::vector<Range>> cuts = {
         {{0, 9}},
         {{0, 1}, {1, 2}, {2, 3}, {3, 4}, {4, 5}, {5, 6}, {6, 7}, {7, 8}, {8, 9}},
@@ -567,7 +569,7 @@ TEST_P(MatmulExperts, PiecesOfAStackHaveTheBitsOfTheWhole) {
 
 // The elements of a stack are in the order of a cache's slots, or they are only the wanted experts.
 TEST_P(MatmulExperts, AnIndexSaysWhichElementIsAnExperts) {
-    const std::vector<int32_t> many = {5, 0, 130, 1, 64, 0, 0, 257, 3};
+    const std::vector<int32_t> many = {5, 0, 230, 1, 64, 0, 0, 357, 3};
     for (const DType type : {DType::Q4_K, DType::Q6_K, DType::BF16, DType::F32}) {
         for (int turn = 0; turn < 8; ++turn) {
             const std::vector<int32_t>& counts = turn < 4 ? many : kFewPairs;

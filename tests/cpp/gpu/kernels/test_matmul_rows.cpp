@@ -117,8 +117,9 @@ TEST_P(MatmulRows, InHoppersTilesOfEverySize) {
         int64_t rows, outputs;
         MatmulTile tile;
     };
-    for (const Shape& shape : {Shape{189, 190, {64, 128}}, Shape{255, processors / 2 * 64 - 3, {64, 128}},
-                               Shape{1021, processors / 4 * 128 - 3, {128, 256}}}) {
+    for (const Shape& shape :
+         {Shape{189, 190, {64, 128}}, Shape{255, processors / 2 * 64 - 3, {64, 128}},
+          Shape{1021, processors / 4 * 128 - 3, {128, 256}}, Shape{380, processors / 2 * 128 - 3, {128, 256}}}) {
         const MatmulTile tile = chooseTile(shape.rows, shape.outputs, 1, processors);
         ASSERT_EQ(tile.outputs, shape.tile.outputs);
         ASSERT_EQ(tile.rows, shape.tile.rows);
@@ -144,11 +145,14 @@ TEST_P(MatmulRows, InWarpsTilesOfEverySize) {
         ASSERT_EQ(tile.outputs, shape.tile.outputs);
         ASSERT_EQ(tile.rows, shape.tile.rows);
         for (const int64_t cols : {32, 160}) expectIndependent(DType::Q5_0, shape.rows, shape.outputs, cols, false, 1);
-        for (const DType type : {DType::Q4_K, DType::Q6_K, DType::IQ2_XXS})
-            expectIndependent(type, shape.rows, shape.outputs, 768, false, 1);
-        for (const int64_t cols : {72, 33}) {
-            expectIndependent(DType::F16, shape.rows, shape.outputs, cols, false, 1);
-            expectIndependent(DType::F32, shape.rows, shape.outputs, cols, true, 1);
+        expectIndependent(DType::Q4_K, shape.rows, shape.outputs, 768, false, 1);
+        for (const DType type : reference::quantizedTypes())
+            expectIndependent(type, shape.rows, shape.outputs, blocks(type, 1, 3), false, 1);
+        for (const DType type : kFloats) {
+            for (const int64_t cols : {72, 33}) {
+                expectIndependent(type, shape.rows, shape.outputs, cols, true, 1);
+                if (type != DType::F32) expectIndependent(type, shape.rows, shape.outputs, cols, false, 1);
+            }
         }
     }
 }
@@ -213,6 +217,17 @@ TEST(MatmulTiles, AreChosenForAMultiprocessorThatHoldsOne) {
     device.sharedPerBlock = device.sharedPerMultiprocessor = 64 * 1024;
     EXPECT_EQ(chooseTileOfWarps(128, 128 * 40, 1, device).outputs, 128);
     EXPECT_EQ(chooseTileOfWarps(128, 128 * 41, 1, device).outputs, 64);
+}
+
+// One large tile or two halves, as on GeForce. A tile for every other multiprocessor leaves half of them idle.
+TEST(MatmulTiles, AreChosenForAMultiprocessorThatHoldsTwoHalves) {
+    DeviceInfo device;
+    device.major = 8, device.minor = 9;
+    device.multiprocessors = 60;
+    device.sharedPerBlock = 99 * 1024, device.sharedPerMultiprocessor = 100 * 1024;
+    EXPECT_EQ(chooseTileOfWarps(128, 128 * 30, 1, device).outputs, 64);
+    EXPECT_EQ(chooseTileOfWarps(128, 128 * 60, 1, device).outputs, 128);
+    EXPECT_EQ(chooseTileOfWarps(2048, 4096, 1, device).outputs, 128);
 }
 
 // A layer of experts as prefill computes it, from the router's logits to the sum.
@@ -280,7 +295,7 @@ protected:
 INSTANTIATE_TEST_SUITE_P(Product, ExpertRows, kBothWays, nameOfWay);
 
 TEST_P(ExpertRows, OfALayerOfExperts) {
-    const int64_t rows = 420;  // one expert has nearly all of them, in several tiles, one has none
+    const int64_t rows = 820;  // one expert has nearly all of them, in several tiles, one has none
     for (const auto& [gate, down] : {std::pair{DType::Q4_K, DType::Q6_K},
                                      {DType::Q8_0, DType::Q5_0},
                                      {DType::MXFP4, DType::IQ4_NL},
