@@ -88,8 +88,14 @@ protected:
     void expectTheSameHoweverCut(const tiny::Model& model);
     void expectTheSameWithoutWhatFollows(const tiny::Model& model);
     void expectTheSameBesideTheOtherKind(const tiny::Model& model);
-    // Compares one batch of decode rows of some sequences and prompt rows of others with a batch for each sequence.
-    void expectAsAlone(World& world, int decoding, int prompts, int64_t most);
+    // A sequence's rows in a batch, with the logits that they have alone: a prompt's, or a decode row's after it.
+    struct Text {
+        std::vector<int32_t> prompt, more;  // more: the decode row
+        std::vector<float> expected;
+    };
+    std::vector<Text> textsAlone(World& world, int count, bool decoding, int64_t most);
+    // Compares one batch of texts with what they get alone.
+    void expectAsAlone(World& world, const std::vector<Text>& texts);
 };
 
 void CudaKinds::expectTheSameHoweverCut(const tiny::Model& model) {
@@ -136,35 +142,32 @@ TEST_F(CudaKinds, WhatComesBehindARowDoesNotShow) {
     }
 }
 
-void CudaKinds::expectAsAlone(World& world, int decoding, int prompts, int64_t most) {
-    struct Text {
-        std::vector<int32_t> prompt, more;  // more: decode rows after the prompt
-        std::vector<float> expected;        // logits of the rows that share the batch
-    };
+std::vector<CudaKinds::Text> CudaKinds::textsAlone(World& world, int count, bool decoding, int64_t most) {
     const auto vocab = static_cast<int64_t>(world.vocab);
-    std::vector<Text> texts;
-    for (int i = 0; i < decoding + prompts; ++i) {
-        Text text;
+    std::vector<Text> texts(static_cast<size_t>(count));
+    for (Text& text : texts) {
         text.prompt = tokens(1 + static_cast<int64_t>(random()() % static_cast<uint32_t>(most)), vocab);
-        if (i < decoding) text.more = tokens(1, vocab);
+        if (decoding) text.more = tokens(1, vocab);
         const int32_t sequence = world.kv.createSequence();
         text.expected = world.run({{sequence, text.prompt, RowKind::Prompt}});
-        if (i < decoding) text.expected = world.run({{sequence, text.more, RowKind::Decode}});
+        if (decoding) text.expected = world.run({{sequence, text.more, RowKind::Decode}});
         world.kv.releaseSequence(sequence);
-        texts.push_back(std::move(text));
     }
+    return texts;
+}
+
+void CudaKinds::expectAsAlone(World& world, const std::vector<Text>& texts) {
     std::vector<World::Rows> together;
     std::vector<float> expected;
-    for (int i = 0; i < decoding + prompts; ++i) {
-        const Text& text = texts[static_cast<size_t>(i)];
+    for (const Text& text : texts) {
         const int32_t sequence = world.kv.createSequence();
-        if (i < decoding) world.run({{sequence, text.prompt, RowKind::Prompt}});
+        const bool decoding = !text.more.empty();
+        if (decoding) world.run({{sequence, text.prompt, RowKind::Prompt}});
         together.push_back(
-            {sequence, i < decoding ? text.more : text.prompt, i < decoding ? RowKind::Decode : RowKind::Prompt});
+            {sequence, decoding ? text.more : text.prompt, decoding ? RowKind::Decode : RowKind::Prompt});
         expected.insert(expected.end(), text.expected.begin(), text.expected.end());
     }
-    const auto got = world.run(together);
-    EXPECT_TRUE(sameBits(expected, got)) << decoding << " decode rows beside " << prompts << " prompts";
+    EXPECT_TRUE(sameBits(expected, world.run(together)));
     for (const World::Rows& rows : together) world.kv.releaseSequence(rows.sequence);
 }
 
@@ -172,9 +175,16 @@ void CudaKinds::expectTheSameBesideTheOtherKind(const tiny::Model& model) {
     for (const EngineOptions& o : placements(model, 40 + 3 * 90)) {
         SCOPED_TRACE(o.homes.empty() ? "resident" : o.expertSlotBytes ? "in slots" : "direct");
         World world(model, o, 48);
-        for (const int decoding : {0, 1, 2, 7, 8, 9, 17, 40}) {
-            for (const int prompts : {0, 1, 3}) {
-                if (decoding + prompts) expectAsAlone(world, decoding, prompts, 90);
+        std::vector<Text> decoding = textsAlone(world, 40, true, 90), prompts = textsAlone(world, 3, false, 90);
+        for (const int decoders : {0, 1, 2, 7, 8, 9, 17, 40}) {
+            for (const int others : {0, 1, 3}) {
+                if (decoders + others == 0) continue;
+                SCOPED_TRACE(std::to_string(decoders) + " decode rows beside " + std::to_string(others) + " prompts");
+                std::shuffle(decoding.begin(), decoding.end(), random());
+                std::shuffle(prompts.begin(), prompts.end(), random());
+                std::vector<Text> texts(decoding.begin(), decoding.begin() + decoders);
+                texts.insert(texts.end(), prompts.begin(), prompts.begin() + others);
+                expectAsAlone(world, texts);
             }
         }
     }
