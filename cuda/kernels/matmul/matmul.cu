@@ -90,11 +90,10 @@ bool isAligned(const MatmulCall& call) {
 }  // namespace
 
 MatmulTile chooseTileOfWarps(int64_t rows, int64_t outputs, int64_t matrices, const DeviceInfo& device) {
-    // A multiprocessor that holds only one is as fast as it can be with one.
+    // If a multiprocessor holds only one tile, that one is as fast as it gets. Times were measured on an H200.
     const auto timeOf = [&](auto layout, double time, double alone) {
         using Layout = decltype(layout);
-        // On 7.5, a large tile takes all shared memory, and none seems to fit beside what the driver reserves
-        // elsewhere.
+        // On 7.5 nothing is reserved and a large tile takes all shared memory, so the division gives 0.
         const int blocks = std::clamp(blocksAtOnce<Layout>(device, chooseStages<Layout>(device)), 1, Layout::kBlocks);
         return TileTime{{Layout::kTileN, Layout::kTileT}, blocks, time, blocks > 1 ? alone : time};
     };

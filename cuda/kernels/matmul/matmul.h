@@ -50,8 +50,8 @@ inline int64_t maxExpertTiles(int64_t pairs, int64_t experts) {
 // Whether experts have at most `most` pairs on average. That decides what their products wait for: for weights to be
 // loaded and expanded, or for the tensor cores. An expert with more pairs than a tile has several tiles.
 inline bool meanIsAtMost(int64_t most, const ExpertGroups& groups) {
-    const int64_t experts =
-        groups.tiles - groups.pairs / kSmallExpertTile - 1;  // with pairs, at most: maxExpertTiles()
+    // An upper bound of the experts with pairs: see maxExpertTiles.
+    const int64_t experts = groups.tiles - groups.pairs / kSmallExpertTile - 1;
     return groups.pairs <= most * experts;
 }
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "device/launch.cuh"
+#include "device/stream.h"
 
 namespace sharpi::cuda {
 

@@ -14,6 +14,12 @@ constexpr uint16_t kNotANumber = 0x7fc0;  // as bf16 and as f16
 
 class MatmulRows : public MatmulTest {
 protected:
+    // A product, and the tile in which it is computed.
+    struct TiledShape {
+        int64_t rows, outputs;
+        MatmulTile tile;
+    };
+
     // Unlike the first rows of a batch, these rows come after others.
     std::vector<float> product(const Weights& w, const HalfRows& x, const RowCut& cut, const std::vector<float>& before,
                                const float* bias) {
@@ -113,13 +119,10 @@ TEST_P(MatmulRows, OfLargeMatrices) {
 TEST_P(MatmulRows, InHoppersTilesOfEverySize) {
     if (stream().device().major != 9 || *GetParam() == '0') GTEST_SKIP() << "without Hopper's own instructions";
     const int processors = stream().device().multiprocessors;
-    struct Shape {
-        int64_t rows, outputs;
-        MatmulTile tile;
-    };
-    for (const Shape& shape :
-         {Shape{189, 190, {64, 128}}, Shape{255, processors / 2 * 64 - 3, {64, 128}},
-          Shape{1021, processors / 4 * 128 - 3, {128, 256}}, Shape{380, processors / 2 * 128 - 3, {128, 256}}}) {
+    for (const TiledShape& shape : {TiledShape{189, 190, {64, 128}},
+                                    {255, processors / 2 * 64 - 3, {64, 128}},
+                                    {1021, processors / 4 * 128 - 3, {128, 256}},
+                                    {380, processors / 2 * 128 - 3, {128, 256}}}) {
         const MatmulTile tile = chooseTile(shape.rows, shape.outputs, 1, processors);
         ASSERT_EQ(tile.outputs, shape.tile.outputs);
         ASSERT_EQ(tile.rows, shape.tile.rows);
@@ -136,11 +139,8 @@ TEST_P(MatmulRows, InHoppersTilesOfEverySize) {
 TEST_P(MatmulRows, InWarpsTilesOfEverySize) {
     if (*GetParam() == '1') GTEST_SKIP() << "with Hopper's own instructions";
     const int processors = stream().device().multiprocessors;
-    struct Shape {
-        int64_t rows, outputs;
-        MatmulTile tile;
-    };
-    for (const Shape& shape : {Shape{189, 190, {64, 128}}, Shape{121, 2 * processors * 128 - 3, {128, 128}}}) {
+    for (const TiledShape& shape :
+         {TiledShape{189, 190, {64, 128}}, TiledShape{121, 2 * processors * 128 - 3, {128, 128}}}) {
         const MatmulTile tile = chooseTileOfWarps(shape.rows, shape.outputs, 1, stream().device());
         ASSERT_EQ(tile.outputs, shape.tile.outputs);
         ASSERT_EQ(tile.rows, shape.tile.rows);
