@@ -1,6 +1,7 @@
 // Measures decode's attention on the GPU, without the rest of a layer. Each line is one launch, replayed over copies of
 // the cache that exceed the second-level cache together. "share": relative to the speed at which a kernel that only
-// reads gets through memory on an H200. With an argument, models whose name contains it.
+// reads gets through memory on an H200. Then rows of one text, as an exact prompt has them, by decode's kernel and by
+// that for many rows, with the multiply-adds of the latter a second. With an argument, models whose name contains it.
 #include <algorithm>
 #include <cstdio>
 #include <memory>
@@ -71,6 +72,14 @@ public:
             positions.push_back(static_cast<int32_t>(c.tokens - c.rows + i % c.rows));
             sequences.push_back(static_cast<int32_t>(i / c.rows));
         }
+        std::vector<int32_t> begin, end;
+        for (int64_t row = 0; row < _rows; row = end.back()) {
+            begin.push_back(static_cast<int32_t>(row));
+            end.push_back(static_cast<int32_t>(std::min(row / c.rows * c.rows + c.rows, row + kManyRowsTile)));
+        }
+        _tileBegin = std::make_unique<Buffer<int32_t>>(begin);
+        _tileEnd = std::make_unique<Buffer<int32_t>>(end);
+        _tiles = {_tileBegin->data, _tileEnd->data, static_cast<int64_t>(begin.size())};
         _table = std::make_unique<Buffer<int32_t>>(table);
         _positions = std::make_unique<Buffer<int32_t>>(positions);
         _sequences = std::make_unique<Buffer<int32_t>>(sequences);
@@ -78,7 +87,8 @@ public:
     // The bytes of the cache that a launch reads.
     size_t bytes() const { return _rank ? _bytes : 2 * _bytes; }
     int launches() const { return static_cast<int>(std::max<size_t>(8, _copies)); }
-    void launch(Stream& stream, int number) const {
+    // manyRows: by the kernel for many rows of a text.
+    void launch(Stream& stream, int number, bool manyRows = false) const {
         const size_t at = static_cast<size_t>(number) % _copies * _bytes;
         KvPages pages = {KvType::BF16, _shape.kvHeads, _shape.headDim, kPage, _k.data + at, _v.data + at};
         pages.valuePrefix = _rank;
@@ -90,7 +100,9 @@ public:
                                  _pages,
                                  _pages,
                                  {_pages, _pages * _texts, _rows / _texts}};
-        attentionDecode(stream, _q.data, _shape, {0.1f, {}}, batch, pages, _scratch.data, {_out.data, {}, {}});
+        const RowOutputs out = {_out.data, {}, {}};
+        if (manyRows) attentionManyRows(stream, _q.data, _shape, {0.1f, {}}, batch, _tiles, pages, _out.data, out);
+        else attentionDecode(stream, _q.data, _shape, {0.1f, {}}, batch, pages, _scratch.data, out);
     }
 
 private:
@@ -102,16 +114,31 @@ private:
     int64_t _rows;
     Buffer<float> _q, _out;
     Buffer<uint8_t> _scratch;
-    std::unique_ptr<Buffer<int32_t>> _table, _positions, _sequences;
+    std::unique_ptr<Buffer<int32_t>> _table, _positions, _sequences, _tileBegin, _tileEnd;
+    QueryTiles _tiles;
 };
 
 // The median time, in seconds, of one launch.
-double measureLaunch(Stream& stream, const Step& step) {
+double measureLaunch(Stream& stream, const Step& step, bool manyRows = false, int most = 1 << 30) {
+    const int launches = std::min(most, step.launches());
     return measure(stream,
                    [&] {
-                       for (int i = 0; i < step.launches(); i++) step.launch(stream, i);
+                       for (int i = 0; i < launches; i++) step.launch(stream, i, manyRows);
                    }) /
-           step.launches();
+           launches;
+}
+
+void measurePrompts(Stream& stream, const Model& model) {
+    for (const Case& c : std::vector<Case>{
+             {64, 1, 64}, {512, 1, 512}, {2048, 1, 128}, {2048, 1, 512}, {8192, 1, 512}, {32000, 1, 512}}) {
+        const Step step(model, c);
+        const double decode = measureLaunch(stream, step, false, 2), many = measureLaunch(stream, step, true, 2);
+        const double pairs = static_cast<double>(c.rows) * (c.tokens - c.rows * 0.5);
+        std::printf("%-24s %8d %9s %5d %9.0f %8.0f %7.1f T/s\n", model.name, static_cast<int>(c.tokens), "prompt",
+                    static_cast<int>(c.rows), decode * 1e6, many * 1e6,
+                    2 * pairs * model.shape.heads * model.shape.headDim / many / 1e12);
+        std::fflush(stdout);
+    }
 }
 
 void measureAll(Stream& stream, const std::string& wanted) {
@@ -136,6 +163,7 @@ void measureAll(Stream& stream, const std::string& wanted) {
                         100 * rate / kReadBytesPerSecond);
             std::fflush(stdout);
         }
+        if (model.rank == 0) measurePrompts(stream, model);
     }
 }
 

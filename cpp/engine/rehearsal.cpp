@@ -35,8 +35,8 @@ void rehearseRows(const LockedModel& model, const ModelSpec& spec, const EngineO
 
 void rehearse(ModelRunner& runner, const ModelSpec& spec, const EngineOptions& options) {
     const LockedModel model = runner.lock();
-    // Exact rows are slow, and nine of them use all kernels that more would.
-    const int64_t prompt = std::min<int64_t>(options.batch, model.backend().oneArithmetic() ? 9 : 512);
+    // Rows are slow on the CPU, and nine of them use all kernels that more would.
+    const int64_t prompt = std::min<int64_t>(options.batch, options.device.kind->keepsWeights() ? 512 : 9);
     rehearseRows(model, spec, options, RowKind::Prompt, prompt);
     rehearseRows(model, spec, options, RowKind::Decode, 1);
     if (!spec.predictions.empty() && options.batch > 1) rehearseRows(model, spec, options, RowKind::Decode, 2);

@@ -39,6 +39,9 @@ BatchNumbers::BatchNumbers(const Room& room) : _room(room) {
     _fastEnd = take(room.recurrent ? room.fastSequences : 0);
     _queryBegin = take(queryTiles);
     _queryEnd = take(queryTiles);
+    const int64_t manyTiles = room.exactPrompts ? rows / cuda::kManyRowsTile + rows / cuda::kManyRows : 0;
+    _manyBegin = take(manyTiles);
+    _manyEnd = take(manyTiles);
     _tileBegin = take(stateTiles);
     _tileEnd = take(stateTiles);
     _tables = take(room.sequences * room.lists * room.pages);
@@ -75,6 +78,7 @@ public:
                 throw Error(ErrorKind::Internal, "a sequence's rows in a batch are of two kinds");
             writeTable(begin, end);
             if (begin >= _exactRows) writeTiles(begin, end, _layout._queryBegin, _layout._queryEnd, _queryTiles);
+            else if (room.exactPrompts) divideExactRows(begin, end);
             if (room.recurrent) writeStates(begin, end);
         });
         if (room.recurrent && room.captured) padSequences();
@@ -93,6 +97,9 @@ public:
     int64_t fastSequences() const { return _fastSequences; }
     cuda::BatchDepth depth() const { return rounded({_deepest, _allPages, _mostExact}); }
     int64_t queryTiles() const { return _queryTiles; }
+    int64_t manyTiles() const { return _manyTiles; }
+    int64_t tiledRows() const { return _tiledRows; }
+    std::vector<std::pair<int64_t, int64_t>>& fewRows() { return _fewRows; }
     int64_t stateTiles() const { return _stateTiles; }
 
 private:
@@ -136,6 +143,19 @@ private:
         }
     }
 
+    void divideExactRows(int64_t begin, int64_t end) {
+        if (end - begin < cuda::kManyRows) {
+            if (_fewRows.empty() || _fewRows.back().second != begin) _fewRows.emplace_back(begin, begin);
+            _fewRows.back().second = end;
+            return;
+        }
+        _tiledRows += end - begin;
+        for (int64_t row = begin; row < end; row += cuda::kManyRowsTile) {
+            to(_layout._manyBegin)[_manyTiles] = number(row);
+            to(_layout._manyEnd)[_manyTiles++] = number(std::min(end, row + cuda::kManyRowsTile));
+        }
+    }
+
     // Which entries hold the states that rows start from and end in.
     void writeStates(int64_t begin, int64_t end) {
         const bool exact = begin < _exactRows;
@@ -175,7 +195,8 @@ private:
     const int64_t _exactRows;
     int32_t* const _host;
     int64_t _used = 0, _sequences = 0, _mostExact = 0, _mostFast = 0, _exactSequences = 0, _fastSequences = 0,
-            _queryTiles = 0, _stateTiles = 0, _deepest = 0, _allPages = 0;
+            _queryTiles = 0, _manyTiles = 0, _tiledRows = 0, _stateTiles = 0, _deepest = 0, _allPages = 0;
+    std::vector<std::pair<int64_t, int64_t>> _fewRows;
 };
 
 BatchNumbers::Filled BatchNumbers::fill(const Batch& batch, const KvCache& kv, int64_t exactRows, int32_t* host,
@@ -207,6 +228,9 @@ BatchNumbers::Filled BatchNumbers::fill(const Batch& batch, const KvCache& kv, i
                        from(_stateTo, exactRows),
                        {from(_fastBegin), from(_fastEnd), writer.fastSequences()}};
     view.queryTiles = {from(_queryBegin), from(_queryEnd), writer.queryTiles()};
+    view.manyRows = {from(_manyBegin), from(_manyEnd), writer.manyTiles()};
+    view.tiledRows = writer.tiledRows();
+    view.fewRows = std::move(writer.fewRows());
     view.stateTiles = {from(_tileBegin), from(_tileEnd), writer.stateTiles()};
     return filled;
 }

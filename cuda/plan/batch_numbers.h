@@ -3,6 +3,9 @@
 // a captured step finds each of them at the same address every time. No CUDA here.
 #pragma once
 
+#include <utility>
+#include <vector>
+
 #include "kernels/attention/attention.h"
 #include "kernels/delta/gated_delta.h"
 #include "memory/kv_cache.h"
@@ -23,6 +26,11 @@ struct BatchView {
     cuda::DeltaBatch exactStates, fastStates;
     cuda::QueryTiles queryTiles;  // of the fast rows, for attention
     cuda::RowRanges stateTiles;   // of the fast rows, for recurrent layers
+    // Of the exact rows of sequences that have many of them, for attention: all their rows, and the ranges of the
+    // other exact rows.
+    cuda::QueryTiles manyRows;
+    int64_t tiledRows = 0;
+    std::vector<std::pair<int64_t, int64_t>> fewRows;
     int64_t fastRows() const { return rows - exactRows; }
     // With the page tables that a layer with these pages has.
     cuda::BatchRows exactOf(const KvPages& pages) const { return withTables(exact, pages); }
@@ -47,6 +55,7 @@ public:
     struct Room {
         int64_t rows = 0, sequences = 0;
         int64_t fastSequences = 0;  // sequences that have fast rows; 0: no batch has fast rows
+        bool exactPrompts = false;  // sequences may have many exact rows
         int64_t pages = 0;          // of a sequence
         int32_t lists = 1;          // of its pages: see KvPages::list
         bool recurrent = false, drafts = false;
@@ -77,7 +86,7 @@ private:
     int64_t _count = 0;
     List _tokens, _positions, _sequence, _logitRows, _sources, _joined;
     List _stateFrom, _stateTo, _exactBegin, _exactEnd, _fastBegin, _fastEnd;
-    List _queryBegin, _queryEnd, _tileBegin, _tileEnd;
+    List _queryBegin, _queryEnd, _manyBegin, _manyEnd, _tileBegin, _tileEnd;
     List _tables;
 };
 

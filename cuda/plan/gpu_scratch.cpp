@@ -68,6 +68,7 @@ GpuScratch::GpuScratch(const StepLimits& l)
     room.rows = l.maxRows;
     room.sequences = std::min(l.maxRows, kMaxSequences);
     room.fastSequences = fastRows ? std::min<int64_t>(l.maxRows, kMostPrompts) : 0;
+    room.exactPrompts = l.prompt == PromptMode::Exact;
     batch = numbers(room);
     takeAlways(l);
     takeExperts(l);

@@ -35,6 +35,25 @@ cuda::HeadShape shapeOf(const HeadsCall& call, const KvPages& pages) {
     return {call.heads, pages.kvHeads, pages.headDim};
 }
 
+// Exact prompts may have many rows of a sequence, decode has few of each.
+void attendRows(CudaPass& pass, const HeadsCall& call, const KvPages& pages, const cuda::RowOutputs& out) {
+    const cuda::HeadShape shape = shapeOf(call, pages);
+    const cuda::BatchRows batch = pass.view.exactOf(pages);
+    const float* const queries = pass.floats(RowBuffer::Queries);
+    auto* const scratch = pass.at<uint8_t>(pass.layout->attention);
+    if (!cuda::manyRowsPay(pass.stream.device(), shape, pages, pass.view.tiledRows)) {
+        cuda::attentionDecode(pass.stream, queries, shape, ruleOf(call), batch, pages, scratch, out);
+        return;
+    }
+    const int64_t width = int64_t{shape.heads} * shape.headDim;
+    cuda::attentionManyRows(pass.stream, queries, shape, ruleOf(call), batch, pass.view.manyRows, pages,
+                            pass.exactFloats(RowInput::Attended), out);
+    for (const auto& [begin, end] : pass.view.fewRows) {
+        cuda::attentionDecode(pass.stream, queries + begin * width, shape, ruleOf(call), batch.from(begin, end - begin),
+                              pages, scratch, cuda::rowsFrom(out, begin, width));
+    }
+}
+
 void attendExact(CudaPass& pass, const HeadsCall& call, const KvPages& pages, const Weight& reader,
                  const Activations& attended) {
     // The kernel writes whole blocks of the contract only if a head is whole blocks.
@@ -42,8 +61,7 @@ void attendExact(CudaPass& pass, const HeadsCall& call, const KvPages& pages, co
     const bool convert = call.gated || !wholeBlocks;
     float* const floats = pass.exactFloats(RowInput::Attended);
     const cuda::RowOutputs written = convert ? cuda::RowOutputs{floats, {}, {}} : attended.exact;
-    cuda::attentionDecode(pass.stream, pass.floats(RowBuffer::Queries), shapeOf(call, pages), ruleOf(call),
-                          pass.view.exactOf(pages), pages, pass.at<uint8_t>(pass.layout->attention), written);
+    attendRows(pass, call, pages, written);
     const int64_t rows = pass.exactRows();
     if (call.gated) {
         cuda::gateHeads(pass.stream, floats, pass.floats(RowBuffer::GatedQueries), rows, call.heads, pages.headDim,

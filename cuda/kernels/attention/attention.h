@@ -96,6 +96,23 @@ size_t decodeAttentionBytes(int64_t rows, const HeadShape& shape);
 void attentionDecode(Stream& stream, const float* q, const HeadShape& shape, const AttentionRule& rule,
                      const BatchRows& batch, const KvPages& pages, void* scratch, const RowOutputs& out);
 
+// The same for many rows of a sequence: prompts that follow the contract. Tile i is rows [begin[i], end[i]): up to
+// kManyRowsTile neighbouring rows of one sequence with ascending positions. The arrays are in device memory. out is as
+// for attentionDecode; rows outside the tiles are not written. sums: scratch, heads * headDim floats for each row,
+// 16-byte aligned; it may be out.floats.
+constexpr int64_t kManyRowsTile = 128;
+constexpr int64_t kManyRows = 32;  // of a sequence: fewer would leave blocks mostly empty
+struct QueryTiles {
+    const int32_t *begin = nullptr, *end = nullptr;
+    int64_t count = 0;
+};
+void attentionManyRows(Stream& stream, const float* q, const HeadShape& shape, const AttentionRule& rule,
+                       const BatchRows& batch, const QueryTiles& tiles, const KvPages& pages, float* sums,
+                       const RowOutputs& out);
+// Whether attentionManyRows has a kernel for these heads on this device, and tiles of `rows` rows in all fill so much
+// of the device that it is likely to be faster than attentionDecode.
+bool manyRowsPay(const DeviceInfo& device, const HeadShape& shape, const KvPages& pages, int64_t rows);
+
 // Rows that one launch of attentionDecode takes: as many as its counters serve.
 int64_t decodeLaunchRows(int32_t kvHeads);
 // The places for results of pieces that are not joined yet: `slots` for each head of each row, in batches that are
@@ -111,10 +128,6 @@ DecodeRing decodeRing(int64_t heads);
 // that its first row sees. out: [rows, heads * kvValueDim] as floats and as halves; quantized is ignored. Latents
 // are split only on devices with more than 64 KiB of shared memory for a block.
 constexpr int kQueryTile = 64;
-struct QueryTiles {
-    const int32_t *begin = nullptr, *end = nullptr;
-    int64_t count = 0;
-};
 void attentionPrefill(Stream& stream, const HalfRows& q, const HeadShape& shape, const AttentionRule& rule,
                       const BatchRows& batch, const QueryTiles& tiles, const KvPages& pages, const RowOutputs& out);
 

@@ -147,6 +147,47 @@ TEST(BatchNumbers, QueryTilesBeginAtAbsoluteMultiples) {
     EXPECT_EQ(view.stateTiles.count, 0);
 }
 
+// Sequences with few rows are left out, wherever they stand; neighbours make one range.
+TEST(BatchNumbers, ExactRowsOfAPromptMakeTiles) {
+    World world(false);
+    world.room.exactPrompts = true;
+    for (const int64_t count : {1, 4}) world.add(RowKind::Decode, world.held(70), count);
+    for (const int64_t count : {32, 31, 5, 129, 3}) world.add(RowKind::Prompt, world.held(10), count);
+    const BatchView view = world.fill(world.batch.size());
+    EXPECT_EQ(World::list(view.manyRows.begin, view.manyRows.count), (std::vector<int32_t>{5, 73, 201}));
+    EXPECT_EQ(World::list(view.manyRows.end, view.manyRows.count), (std::vector<int32_t>{37, 201, 202}));
+    EXPECT_EQ(view.tiledRows, 32 + 129);
+    EXPECT_EQ(view.fewRows, (std::vector<std::pair<int64_t, int64_t>>{{0, 5}, {37, 73}, {202, 205}}));
+}
+
+// As many tiles as there may be, at most: a row more than a whole tile, and sequences that have just enough rows.
+TEST(BatchNumbers, TilesOfExactRowsHaveRoom) {
+    for (const std::vector<int64_t>& counts : std::vector<std::vector<int64_t>>{
+             {32, 32, 32, 32, 32, 32, 32, 32, 32}, {129, 129, 42}, {300}, {129, 32, 32, 32, 32, 32}}) {
+        World world(false);
+        world.room.exactPrompts = true;
+        size_t tiles = 0;
+        for (const int64_t count : counts) {
+            world.add(RowKind::Prompt, world.held(0), count);
+            tiles += static_cast<size_t>(count + 127) / 128;
+        }
+        const BatchView view = world.fill(world.batch.size());
+        ASSERT_EQ(view.manyRows.count, static_cast<int64_t>(tiles));
+        EXPECT_EQ(view.manyRows.end[tiles - 1], world.batch.size());
+        EXPECT_EQ(view.tiledRows, world.batch.size());
+        EXPECT_TRUE(view.fewRows.empty());
+    }
+}
+
+TEST(BatchNumbers, RowsOfFastPromptsAndDecodeMakeNoExactTiles) {
+    World world(false);
+    world.add(RowKind::Decode, world.held(70), 40);
+    world.add(RowKind::Prompt, world.held(0), 100);
+    const BatchView view = world.fill(40);
+    EXPECT_EQ(view.manyRows.count, 0);
+    EXPECT_EQ(view.tiledRows, 0);
+}
+
 TEST(BatchNumbers, StatesAreReadAndKeptWhereTheCacheSays) {
     World world(true);
     const int32_t a = world.held(5), b = world.held(64), c = world.held(0);

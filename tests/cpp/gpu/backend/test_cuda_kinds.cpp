@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "backend/cuda_backend.h"
 #include "placement_test.h"
@@ -203,6 +204,49 @@ TEST_F(CudaKinds, RowsThatSeeBlocksDependOnNothingElseEither) {
     expectTheSameHoweverCut(model);
     expectTheSameWithoutWhatFollows(model);
     expectTheSameBesideTheOtherKind(model);
+}
+
+// A prompt long enough for the kernel of many rows of a sequence, and sequences that have few rows before and behind
+// it; then the prompt goes on.
+TEST_F(CudaKinds, LongExactPromptsHaveTheCpusBits) {
+    for (tiny::Options shape : {tiny::Options(), tiny::gpuHybrids()[0]}) {
+        SCOPED_TRACE(tiny::describe(shape));
+        shape.heads = 32, shape.kvHeads = 4, shape.context = 700;
+        const tiny::Model model(shape);
+        EngineOptions o = exact(of(700)), cpu = options(false);
+        o.context = cpu.context = 700;
+        ASSERT_TRUE(manyRowsPay(stream().device(), {32, 4, static_cast<int32_t>(shape.headDim)}, {}, 600 + 40));
+        World world(model, o, 4);
+        const auto onCpu = load(model, cpu);
+        struct Cut {
+            std::vector<int64_t> lengths;  // of the rows in each batch
+            std::vector<int32_t> tokens;
+            std::vector<float> expected;
+            int32_t sequence;
+        };
+        std::vector<Cut> texts = {{{20, 2, 1}}, {{0, 600, 60}}, {{0, 5, 1}}, {{0, 40, 30}}};
+        for (Cut& text : texts) {
+            text.tokens = tokens(std::accumulate(text.lengths.begin(), text.lengths.end(), int64_t{0}), shape.vocab);
+            text.expected = logits(onCpu, text.tokens, {});
+            text.sequence = world.kv.createSequence();
+        }
+        std::vector<int64_t> held(texts.size());
+        for (size_t batch = 0; batch < 3; ++batch) {
+            std::vector<World::Rows> rows;
+            std::vector<float> expected;
+            for (size_t i = 0; i < texts.size(); ++i) {
+                const int64_t begin = held[i], end = held[i] += texts[i].lengths[batch];
+                if (begin == end) continue;
+                const Cut& text = texts[i];
+                rows.push_back({text.sequence,
+                                {text.tokens.begin() + begin, text.tokens.begin() + end},
+                                i == 0 && batch > 0 ? RowKind::Decode : RowKind::Prompt});
+                expected.insert(expected.end(), text.expected.begin() + begin * shape.vocab,
+                                text.expected.begin() + end * shape.vocab);
+            }
+            EXPECT_TRUE(sameBits(expected, world.run(rows))) << "batch " << batch;
+        }
+    }
 }
 
 TEST_F(CudaKinds, ImpossibleBatchesAreRefused) {
