@@ -35,11 +35,12 @@ void rehearseRows(const LockedModel& model, const ModelSpec& spec, const EngineO
 
 void rehearse(ModelRunner& runner, const ModelSpec& spec, const EngineOptions& options) {
     const LockedModel model = runner.lock();
-    // Rows are slow on the CPU, and nine of them use all kernels that more would.
-    const int64_t prompt = std::min<int64_t>(options.batch, options.device.kind->keepsWeights() ? 512 : 9);
+    // Exact prompts choose kernels by the number of their rows. Fast ones use all of theirs in 512.
+    const int64_t most = std::min(options.batch, options.context);
+    const int64_t prompt = model.backend().oneArithmetic() ? most : std::min<int64_t>(most, 512);
     rehearseRows(model, spec, options, RowKind::Prompt, prompt);
     rehearseRows(model, spec, options, RowKind::Decode, 1);
-    if (!spec.predictions.empty() && options.batch > 1) rehearseRows(model, spec, options, RowKind::Decode, 2);
+    if (!spec.predictions.empty() && most > 1) rehearseRows(model, spec, options, RowKind::Decode, 2);
 }
 
 }  // namespace sharpi

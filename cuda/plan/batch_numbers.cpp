@@ -39,9 +39,9 @@ BatchNumbers::BatchNumbers(const Room& room) : _room(room) {
     _fastEnd = take(room.recurrent ? room.fastSequences : 0);
     _queryBegin = take(queryTiles);
     _queryEnd = take(queryTiles);
-    const int64_t manyTiles = room.exactPrompts ? rows / cuda::kManyRowsTile + rows / cuda::kManyRows : 0;
-    _manyBegin = take(manyTiles);
-    _manyEnd = take(manyTiles);
+    const int64_t exactTiles = room.exactPrompts ? rows / cuda::kManyRowsTile + rows / cuda::kManyRows : 0;
+    _manyBegin = take(exactTiles);
+    _manyEnd = take(exactTiles);
     _tileBegin = take(stateTiles);
     _tileEnd = take(stateTiles);
     _tables = take(room.sequences * room.lists * room.pages);
@@ -97,9 +97,9 @@ public:
     int64_t fastSequences() const { return _fastSequences; }
     cuda::BatchDepth depth() const { return rounded({_deepest, _allPages, _mostExact}); }
     int64_t queryTiles() const { return _queryTiles; }
-    int64_t manyTiles() const { return _manyTiles; }
+    int64_t exactTiles() const { return _exactTiles; }
     int64_t tiledRows() const { return _tiledRows; }
-    std::vector<std::pair<int64_t, int64_t>>& fewRows() { return _fewRows; }
+    std::vector<std::pair<int64_t, int64_t>>& untiledRows() { return _untiledRows; }
     int64_t stateTiles() const { return _stateTiles; }
 
 private:
@@ -145,14 +145,16 @@ private:
 
     void divideExactRows(int64_t begin, int64_t end) {
         if (end - begin < cuda::kManyRows) {
-            if (_fewRows.empty() || _fewRows.back().second != begin) _fewRows.emplace_back(begin, begin);
-            _fewRows.back().second = end;
+            if (_untiledRows.empty() || _untiledRows.back().second != begin) _untiledRows.emplace_back(begin, begin);
+            _untiledRows.back().second = end;
             return;
         }
         _tiledRows += end - begin;
+        const int64_t tiles = (end - begin + cuda::kManyRowsTile - 1) / cuda::kManyRowsTile;
+        require(_exactTiles + tiles <= _layout._manyBegin.room, "tiles of exact rows", _layout._manyBegin.room);
         for (int64_t row = begin; row < end; row += cuda::kManyRowsTile) {
-            to(_layout._manyBegin)[_manyTiles] = number(row);
-            to(_layout._manyEnd)[_manyTiles++] = number(std::min(end, row + cuda::kManyRowsTile));
+            to(_layout._manyBegin)[_exactTiles] = number(row);
+            to(_layout._manyEnd)[_exactTiles++] = number(std::min(end, row + cuda::kManyRowsTile));
         }
     }
 
@@ -195,8 +197,8 @@ private:
     const int64_t _exactRows;
     int32_t* const _host;
     int64_t _used = 0, _sequences = 0, _mostExact = 0, _mostFast = 0, _exactSequences = 0, _fastSequences = 0,
-            _queryTiles = 0, _manyTiles = 0, _tiledRows = 0, _stateTiles = 0, _deepest = 0, _allPages = 0;
-    std::vector<std::pair<int64_t, int64_t>> _fewRows;
+            _queryTiles = 0, _exactTiles = 0, _tiledRows = 0, _stateTiles = 0, _deepest = 0, _allPages = 0;
+    std::vector<std::pair<int64_t, int64_t>> _untiledRows;
 };
 
 BatchNumbers::Filled BatchNumbers::fill(const Batch& batch, const KvCache& kv, int64_t exactRows, int32_t* host,
@@ -228,9 +230,9 @@ BatchNumbers::Filled BatchNumbers::fill(const Batch& batch, const KvCache& kv, i
                        from(_stateTo, exactRows),
                        {from(_fastBegin), from(_fastEnd), writer.fastSequences()}};
     view.queryTiles = {from(_queryBegin), from(_queryEnd), writer.queryTiles()};
-    view.manyRows = {from(_manyBegin), from(_manyEnd), writer.manyTiles()};
+    view.exactTiles = {from(_manyBegin), from(_manyEnd), writer.exactTiles()};
     view.tiledRows = writer.tiledRows();
-    view.fewRows = std::move(writer.fewRows());
+    if (view.tiledRows > 0) view.untiledRows = std::move(writer.untiledRows());
     view.stateTiles = {from(_tileBegin), from(_tileEnd), writer.stateTiles()};
     return filled;
 }

@@ -26,11 +26,10 @@ struct BatchView {
     cuda::DeltaBatch exactStates, fastStates;
     cuda::QueryTiles queryTiles;  // of the fast rows, for attention
     cuda::RowRanges stateTiles;   // of the fast rows, for recurrent layers
-    // Of the exact rows of sequences that have many of them, for attention: all their rows, and the ranges of the
-    // other exact rows.
-    cuda::QueryTiles manyRows;
-    int64_t tiledRows = 0;
-    std::vector<std::pair<int64_t, int64_t>> fewRows;
+    cuda::QueryTiles exactTiles;  // for attention, of the sequences that have many exact rows
+    int64_t tiledRows = 0;        // all rows of these tiles
+    // The ranges [begin, end) of the other exact rows. Empty if there are no tiles.
+    std::vector<std::pair<int64_t, int64_t>> untiledRows;
     int64_t fastRows() const { return rows - exactRows; }
     // With the page tables that a layer with these pages has.
     cuda::BatchRows exactOf(const KvPages& pages) const { return withTables(exact, pages); }

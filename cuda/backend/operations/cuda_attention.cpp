@@ -41,14 +41,15 @@ void attendRows(CudaPass& pass, const HeadsCall& call, const KvPages& pages, con
     const cuda::BatchRows batch = pass.view.exactOf(pages);
     const float* const queries = pass.floats(RowBuffer::Queries);
     auto* const scratch = pass.at<uint8_t>(pass.layout->attention);
-    if (!cuda::manyRowsPay(pass.stream.device(), shape, pages, pass.view.tiledRows)) {
+    const cuda::QueryTiles& tiles = pass.view.exactTiles;
+    if (!cuda::manyRowsPay(pass.stream.device(), shape, pages, tiles.count, pass.view.tiledRows)) {
         cuda::attentionDecode(pass.stream, queries, shape, ruleOf(call), batch, pages, scratch, out);
         return;
     }
     const int64_t width = int64_t{shape.heads} * shape.headDim;
-    cuda::attentionManyRows(pass.stream, queries, shape, ruleOf(call), batch, pass.view.manyRows, pages,
+    cuda::attentionManyRows(pass.stream, queries, shape, ruleOf(call), batch, tiles, pages,
                             pass.exactFloats(RowInput::Attended), out);
-    for (const auto& [begin, end] : pass.view.fewRows) {
+    for (const auto& [begin, end] : pass.view.untiledRows) {
         cuda::attentionDecode(pass.stream, queries + begin * width, shape, ruleOf(call), batch.from(begin, end - begin),
                               pages, scratch, cuda::rowsFrom(out, begin, width));
     }

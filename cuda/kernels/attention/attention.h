@@ -101,7 +101,7 @@ void attentionDecode(Stream& stream, const float* q, const HeadShape& shape, con
 // for attentionDecode; rows outside the tiles are not written. sums: scratch, heads * headDim floats for each row,
 // 16-byte aligned; it may be out.floats.
 constexpr int64_t kManyRowsTile = 128;
-constexpr int64_t kManyRows = 32;  // of a sequence: fewer would leave blocks mostly empty
+constexpr int64_t kManyRows = 32;  // the fewest of a sequence that make tiles
 struct QueryTiles {
     const int32_t *begin = nullptr, *end = nullptr;
     int64_t count = 0;
@@ -109,9 +109,10 @@ struct QueryTiles {
 void attentionManyRows(Stream& stream, const float* q, const HeadShape& shape, const AttentionRule& rule,
                        const BatchRows& batch, const QueryTiles& tiles, const KvPages& pages, float* sums,
                        const RowOutputs& out);
-// Whether attentionManyRows has a kernel for these heads on this device, and tiles of `rows` rows in all fill so much
-// of the device that it is likely to be faster than attentionDecode.
-bool manyRowsPay(const DeviceInfo& device, const HeadShape& shape, const KvPages& pages, int64_t rows);
+// Whether attentionManyRows has a kernel for these heads on this device, and is likely to be faster than
+// attentionDecode for so many tiles, which have `rows` rows together: whether they fill enough of their blocks, and of
+// the device.
+bool manyRowsPay(const DeviceInfo& device, const HeadShape& shape, const KvPages& pages, int64_t tiles, int64_t rows);
 
 // Rows that one launch of attentionDecode takes: as many as its counters serve.
 int64_t decodeLaunchRows(int32_t kvHeads);

@@ -33,9 +33,11 @@ static int64_t queriesOfBlock(const DeviceInfo& device, const HeadShape& shape, 
     return queries;
 }
 
-bool manyRowsPay(const DeviceInfo& device, const HeadShape& shape, const KvPages& pages, int64_t rows) {
+bool manyRowsPay(const DeviceInfo& device, const HeadShape& shape, const KvPages& pages, int64_t tiles, int64_t rows) {
     const int64_t queries = queriesOfBlock(device, shape, pages);
-    return queries > 0 && rows * shape.heads / queries >= device.multiprocessors / 2;
+    if (queries == 0) return false;
+    const int64_t fullBlocks = rows * shape.heads / queries, group = shape.heads / shape.kvHeads;
+    return fullBlocks >= device.multiprocessors / 2 && 3 * rows * group >= tiles * queries;
 }
 
 static bool launchManyRows(Stream& stream, const many::Args& args) {

@@ -543,4 +543,21 @@ TEST(RowKinds, AFastGpuTakesAtLeastATileOfRows) {
     EXPECT_EQ(batchRows(options), 16);
 }
 
+// The cache has room for many sequences, and a batch for rows of several: a rehearsal has one sequence.
+TEST(RowKinds, ARehearsalStaysWithinTheContext) {
+    const Case c = caseOf(predicting()[0], kPromptTile);
+    for (const PromptMode prompt : {PromptMode::Fast, PromptMode::Exact}) {
+        EngineOptions options = engineOptions(100, 512);
+        options.device.kind = &cudaKind();
+        options.cacheTokens = 1000;
+        options.prompt = prompt;
+        TwoArithmeticsEngine loaded(c.model, options, kPromptTile);
+        EXPECT_EQ(loaded.engine->options().batch, 512);
+        std::vector<int64_t> rehearsed;
+        for (const auto& [pass, batch] : loaded.backend->seen)
+            if (pass == sharpi::Pass::Model) rehearsed.push_back(batch.size());
+        EXPECT_EQ(rehearsed, (std::vector<int64_t>{100, 1, 2}));
+    }
+}
+
 }  // namespace

@@ -154,28 +154,36 @@ TEST(BatchNumbers, ExactRowsOfAPromptMakeTiles) {
     for (const int64_t count : {1, 4}) world.add(RowKind::Decode, world.held(70), count);
     for (const int64_t count : {32, 31, 5, 129, 3}) world.add(RowKind::Prompt, world.held(10), count);
     const BatchView view = world.fill(world.batch.size());
-    EXPECT_EQ(World::list(view.manyRows.begin, view.manyRows.count), (std::vector<int32_t>{5, 73, 201}));
-    EXPECT_EQ(World::list(view.manyRows.end, view.manyRows.count), (std::vector<int32_t>{37, 201, 202}));
+    EXPECT_EQ(World::list(view.exactTiles.begin, view.exactTiles.count), (std::vector<int32_t>{5, 73, 201}));
+    EXPECT_EQ(World::list(view.exactTiles.end, view.exactTiles.count), (std::vector<int32_t>{37, 201, 202}));
     EXPECT_EQ(view.tiledRows, 32 + 129);
-    EXPECT_EQ(view.fewRows, (std::vector<std::pair<int64_t, int64_t>>{{0, 5}, {37, 73}, {202, 205}}));
+    EXPECT_EQ(view.untiledRows, (std::vector<std::pair<int64_t, int64_t>>{{0, 5}, {37, 73}, {202, 205}}));
 }
 
-// As many tiles as there may be, at most: a row more than a whole tile, and sequences that have just enough rows.
+// A row more than a whole tile, and sequences that have just enough rows: as many tiles as there may be.
 TEST(BatchNumbers, TilesOfExactRowsHaveRoom) {
     for (const std::vector<int64_t>& counts : std::vector<std::vector<int64_t>>{
              {32, 32, 32, 32, 32, 32, 32, 32, 32}, {129, 129, 42}, {300}, {129, 32, 32, 32, 32, 32}}) {
         World world(false);
         world.room.exactPrompts = true;
-        size_t tiles = 0;
+        std::vector<int32_t> begin, end, pages;
         for (const int64_t count : counts) {
-            world.add(RowKind::Prompt, world.held(0), count);
-            tiles += static_cast<size_t>(count + 127) / 128;
+            const auto first = static_cast<int32_t>(world.batch.size()), last = first + static_cast<int32_t>(count);
+            for (int32_t row = first; row < last; row += 128) {
+                begin.push_back(row);
+                end.push_back(std::min(last, row + 128));
+            }
+            const int32_t sequence = world.held(0);
+            world.add(RowKind::Prompt, sequence, count);
+            pages.push_back(world.kv.pageTable(sequence)[0]);
         }
         const BatchView view = world.fill(world.batch.size());
-        ASSERT_EQ(view.manyRows.count, static_cast<int64_t>(tiles));
-        EXPECT_EQ(view.manyRows.end[tiles - 1], world.batch.size());
+        EXPECT_EQ(World::list(view.exactTiles.begin, view.exactTiles.count), begin);
+        EXPECT_EQ(World::list(view.exactTiles.end, view.exactTiles.count), end);
         EXPECT_EQ(view.tiledRows, world.batch.size());
-        EXPECT_TRUE(view.fewRows.empty());
+        EXPECT_TRUE(view.untiledRows.empty());
+        for (size_t i = 0; i < pages.size(); ++i)
+            EXPECT_EQ(view.exact.pageTables[static_cast<int64_t>(i) * view.exact.pagesPerTable], pages[i]);
     }
 }
 
@@ -184,8 +192,9 @@ TEST(BatchNumbers, RowsOfFastPromptsAndDecodeMakeNoExactTiles) {
     world.add(RowKind::Decode, world.held(70), 40);
     world.add(RowKind::Prompt, world.held(0), 100);
     const BatchView view = world.fill(40);
-    EXPECT_EQ(view.manyRows.count, 0);
+    EXPECT_EQ(view.exactTiles.count, 0);
     EXPECT_EQ(view.tiledRows, 0);
+    EXPECT_TRUE(view.untiledRows.empty());
 }
 
 TEST(BatchNumbers, StatesAreReadAndKeptWhereTheCacheSays) {

@@ -24,7 +24,7 @@ template <KvType type, int dim, int threads> struct Kind {
     static constexpr int kQueries = kThreads * kOwn * kOwn / kKeys;
     static constexpr int kChunk = (dim == 256 ? 8 : 16) * (threads / 128);
     static constexpr int kRuns = kKeys * kChunk / kOwn / kThreads;  // of kOwn elements, which a thread copies at once
-    static constexpr int kBlocks = 256 / threads;                   // of a multiprocessor
+    static constexpr int kBlocks = 256 / threads;                   // of a multiprocessor, at most
     static_assert(kRuns * kOwn * kThreads == kKeys * kChunk && kDim == kKeys, "a thread copies whole runs");
 
     // Shared memory, in floats. Lines are padded so that 8 lines of keys, or 4 of queries or of weights, use all banks.

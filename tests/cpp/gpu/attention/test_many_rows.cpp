@@ -105,6 +105,7 @@ const std::vector<Shape> kShapes = {
     {KvType::BF16, 8, 2, 128}, {KvType::F16, 3, 3, 128}, {KvType::F32, 5, 1, 128},  {KvType::BF16, 3, 3, 64},
     {KvType::F16, 16, 2, 64},  {KvType::F32, 4, 1, 64},  {KvType::BF16, 6, 2, 256}, {KvType::F16, 2, 2, 256},
     {KvType::F32, 7, 1, 256},  {KvType::BF16, 4, 2, 16}, {KvType::F16, 6, 2, 80},   {KvType::F32, 2, 1, 136},
+    {KvType::BF16, 4, 2, 32},  {KvType::F16, 6, 2, 96},  {KvType::BF16, 4, 2, 192},
 };
 
 // Rows around the borders of tiles, of pages and of segments.
@@ -180,7 +181,7 @@ TEST_F(ManyRows, AreForHeadsThatFit) {
     const auto has = [&](int32_t headDim, int32_t valuePrefix = 0) {
         KvPages pages;
         pages.valuePrefix = valuePrefix;
-        return manyRowsPay(device, {8, 2, headDim}, pages, 100000);
+        return manyRowsPay(device, {8, 2, headDim}, pages, 1000, 100000);
     };
     for (const int32_t headDim : {16, 64, 80, 128, 136, 256}) EXPECT_TRUE(has(headDim)) << headDim;
     for (const int32_t headDim : {8, 72, 264, 512}) EXPECT_FALSE(has(headDim)) << headDim;
@@ -201,12 +202,21 @@ TEST_F(ManyRows, PayIfTheyFillTheDevice) {
     const auto fewest = [&](int multiprocessors, size_t sharedPerBlock) {
         device.multiprocessors = multiprocessors, device.sharedPerBlock = sharedPerBlock;
         int64_t rows = 1;
-        while (rows < 10000 && !manyRowsPay(device, {32, 8, 128}, {}, rows)) ++rows;
+        while (rows < 10000 && !manyRowsPay(device, {32, 8, 128}, {}, (rows + 127) / 128, rows)) ++rows;
         return rows;
     };
     EXPECT_EQ(fewest(132, 227 << 10), 264);
     EXPECT_EQ(fewest(60, 99 << 10), 60);
     EXPECT_EQ(fewest(60, 64 << 10), 10000);
+}
+
+// Tiles of 32 rows and a single head fill a quarter of a block.
+TEST_F(ManyRows, DoNotPayInTilesThatAreMostlyEmpty) {
+    DeviceInfo device = stream().device();
+    device.multiprocessors = 132, device.sharedPerBlock = 227 << 10;
+    EXPECT_FALSE(manyRowsPay(device, {32, 32, 128}, {}, 64, 64 * 32));
+    EXPECT_TRUE(manyRowsPay(device, {32, 32, 128}, {}, 64, 64 * 64));
+    EXPECT_TRUE(manyRowsPay(device, {32, 8, 128}, {}, 64, 64 * 32));
 }
 
 }  // namespace
