@@ -35,10 +35,10 @@ void rehearseRows(const LockedModel& model, const ModelSpec& spec, const EngineO
 
 void rehearse(ModelRunner& runner, const ModelSpec& spec, const EngineOptions& options) {
     const LockedModel model = runner.lock();
-    // Exact prompts choose kernels by the number of their rows. Fast ones use all of theirs in 512.
+    // Prompts of 512 rows use all kernels that longer ones do. Only exact ones of a model with few heads may need more
+    // rows to fill a large GPU: then attention's kernel for many rows is loaded with the first such prompt.
     const int64_t most = std::min(options.batch, options.context);
-    const int64_t prompt = model.backend().oneArithmetic() ? most : std::min<int64_t>(most, 512);
-    rehearseRows(model, spec, options, RowKind::Prompt, prompt);
+    rehearseRows(model, spec, options, RowKind::Prompt, std::min<int64_t>(most, 512));
     rehearseRows(model, spec, options, RowKind::Decode, 1);
     if (!spec.predictions.empty() && most > 1) rehearseRows(model, spec, options, RowKind::Decode, 2);
 }
