@@ -135,7 +135,7 @@ ROWS_COST = (1.0, 1.2, 1.7, 1.8, 2.2, 2.9, 3.0, 3.5, 3.6, 5.0, 5.4, 6.7, 6.8, 13
 GROUPED_FROM, GROUPED_COST = 3, 1.9
 # Rows of an exact prompt that one launch takes, and one of experts; and seconds for what a row does in a layer besides
 # products. Fitted to a prompt of 2,048 tokens and an 8B model on an H200.
-EXACT_ROWS, EXACT_EXPERT_ROWS, EXACT_ROW_SECONDS = 512, 64, 0.6e-6
+EXACT_ROWS, EXACT_EXPERT_ROWS, EXACT_ROW_SECONDS = 512, 64, 0.35e-6
 # A smaller fraction of the rows does not pay for its crossings.
 LEAST_SHARE = 0.03
 # The fractions that are tried are multiples of 1 / SHARES: finer ones change the speed by less than the error.
