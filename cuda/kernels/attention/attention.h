@@ -109,9 +109,9 @@ struct QueryTiles {
 void attentionManyRows(Stream& stream, const float* q, const HeadShape& shape, const AttentionRule& rule,
                        const BatchRows& batch, const QueryTiles& tiles, const KvPages& pages, float* sums,
                        const RowOutputs& out);
-// Whether attentionManyRows has a kernel for these heads on this device, and is likely to be faster than
-// attentionDecode for so many tiles, which have `rows` rows together: whether they fill enough of their blocks, and of
-// the device.
+// Whether to call attentionManyRows for `tiles` tiles with `rows` rows in all. True if there is a kernel for these
+// heads on this device, and if the rows fill enough of the device and of each block for it to be faster than
+// attentionDecode.
 bool manyRowsPay(const DeviceInfo& device, const HeadShape& shape, const KvPages& pages, int64_t tiles, int64_t rows);
 
 // Rows that one launch of attentionDecode takes: as many as its counters serve.

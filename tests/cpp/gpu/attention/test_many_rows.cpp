@@ -38,7 +38,6 @@ protected:
 
         Problem(const Shape& of, const std::vector<Stretch>& runs, const Rule& by, int32_t idle = 0)
             : shape(of), rule(by) {
-            std::vector<int32_t> first;
             for (int32_t i = 0; i < idle; i++) rows.push_back({runs[0].sequence, runs[0].begin});
             for (const Stretch& run : runs) {
                 const auto needed = static_cast<size_t>(run.sequence) + 1;
