@@ -1,4 +1,5 @@
-"""How fast a model will run: a model of time in a handful of sums, from its homes and the machine's measured rates.
+"""How fast a model decodes: a model of time in a handful of sums, from its homes and the machine's measured rates.
+Prompts are in `prefill`, several streams at once in `streams`.
 
 Decode, one token on the GPU. Two things go on at once, and the longer one counts:
 
@@ -20,20 +21,7 @@ each token.
 While the CPU and PCIe both read RAM, the rates are those measured with both at work. Decode on the CPU is the bytes
 that a token reads / RAM's rate, plus a fixed time for each layer.
 
-Prefill, a prompt of one batch on the GPU: again two times. The longer one counts in full and the shorter one in
-part, plus a fixed time. One is for bringing all direct weights and all experts that are in no slot; the CPU takes no
-part in large batches. The other is for the arithmetic: two operations for each parameter and row, at the part of a
-large product's rate that whole prompts reach, which is less for experts that get few rows each. On the CPU it is the
-arithmetic, also less efficient for such experts, and a time for each output of a matrix. The output head is computed
-for the last row only, so prefill's arithmetic leaves it out.
-
-An exact prompt's products on the GPU are those of steps with many rows: of a few hundred at a time, and of fewer with
-experts. Each launch reads its weights, the experts that its rows choose among them, and takes a multiple of the time of
-reading that grows with the rows. Everything else, attention above all, is a fixed time for each row and layer. Direct
-weights are still brought once a batch.
-
-A recurrent state is read and written once by every token of decode. In prefill many tokens share its way through
-memory, and its arithmetic is about a hundredth of the products': both are left out.
+A recurrent state is read and written once by every token.
 
 A drafted token costs two things: the prediction layer with the output head, which draft it, and one more row in the
 step that judges it. That row costs a part of the GPU's own time, or its arithmetic on the CPU, and the experts that are
@@ -42,7 +30,6 @@ chosen for it. All other predictions are without drafts.
 In decode, attention counts as bytes of VRAM: those of the keys and values that a token sees, or, if that is more, a
 fixed number for each multiplication of a query with a key, since each of the heads that share a key takes its time.
 With heads of the usual sizes, long texts have kernels of their own, with other rates.
-Prefill is predicted for one batch at the beginning of a context. Its efficiency includes attention.
 """
 
 # A profile has no rates of a GPU if there is none, and predictions for a GPU are made only if there are.
@@ -61,7 +48,6 @@ import numpy as np
 from sharpi.machine.profile import ASSUMED, HardwareProfile
 from sharpi.planning.placement import (
     BY_ROW,
-    CPU_ROW_STEP,
     DIRECT,
     SLOTS,
     VRAM,
@@ -71,16 +57,14 @@ from sharpi.planning.placement import (
     TensorHome,
     Use,
 )
-from sharpi.settings.choices import EXACT, FAST
 
 if TYPE_CHECKING:
     from sharpi.planning.expert_stats import ExpertStats
 
-__all__ = ["BOUNDS", "Cached", "Speed", "Traffic", "after_on_cpu", "after_on_gpu", "balanced", "cached_experts",
-           "completed", "cpu_layer_seconds", "decode_from_disk", "decode_on_cpu", "decode_on_gpu", "decode_seconds",
-           "draft_cost_on_cpu", "draft_cost_on_gpu", "expert_rates", "hit_rate", "missed_bytes", "operations",
-           "part_at_work", "prefill_from_disk", "prefill_on_cpu", "prefill_on_gpu", "read_outside_vram", "rows_cost",
-           "share_rows", "shares", "step_bytes", "traffic"]
+__all__ = ["BOUNDS", "Cached", "Speed", "Traffic", "after_on_cpu", "after_on_gpu", "cached_experts", "completed",
+           "cpu_layer_seconds", "decode_from_disk", "decode_on_cpu", "decode_on_gpu", "decode_seconds",
+           "draft_cost_on_cpu", "draft_cost_on_gpu", "expert_rates", "hit_rate", "kernels", "missed_bytes",
+           "part_at_work", "read_outside_vram", "rows_cost", "step_bytes", "traffic"]
 
 # Seconds for a row of activations to go from the GPU to the CPU, or back, and to be noticed there.
 CROSSING_SECONDS = 15e-6
@@ -101,27 +85,11 @@ KV_EFFICIENCY, BYTES_PER_PRODUCT = 0.6, 2.0
 # The same of the kernels for long texts, and how many tokens more would take as long as these need to begin and to join
 # what their warps found. Fitted to an 8B model after 16,384 to 131,000 tokens.
 LONG_KV_EFFICIENCY, LONG_BYTES_PER_PRODUCT, LONG_START = 1.0, 1.0, 8600
-# What a prompt costs besides: the first copy before there is anything to multiply, and the choice of a token.
-PREFILL_SECONDS = 1e-3
-# The part of a large product's rate that a prompt reaches, with norms, attention and smaller products; measured: 0.71
-# to 0.79.
-PREFILL_EFFICIENCY = 0.75
-# A block of threads multiplies this many rows of a matrix: the last one of a matrix that is no multiple works as long.
-OUTPUT_TILE = 128
-# What each small kernel over a prompt's rows reads and writes, of bytes for each number.
-ROW_KERNEL_BYTES = 8
-# The products of experts reach this part of it, times m / (m + a tile's rows) if m rows come to an expert. Fitted to
-# prompts of 2,048 tokens and models with 128 and 256 experts.
-EXPERT_EFFICIENCY, EXPERT_TILE = 0.66, 128
-# On the CPU, experts' products reach m / (m + CPU_EXPERT_TILE) of a large product's rate, if m rows come to an expert.
-# A prompt's other work takes one thread CPU_OUTPUT_SECONDS for each row and output of a matrix. A step takes a fixed
-# time for a layer without experts, and another for one with them. All are fitted to prompts of 64 to 2,048 tokens and
-# to steps of six models on two threads.
-CPU_EXPERT_TILE, CPU_OUTPUT_SECONDS = 8, 3.4e-9
+# A step on the CPU takes a fixed time for a layer without experts, and another for one with them. Fitted to steps of
+# six models on two threads.
 CPU_LAYER_SECONDS, CPU_EXPERT_LAYER_SECONDS = 20e-6, 45e-6
-# Bringing weights and multiplying them overlap, except for this measured part of the shorter one: in prefill, and in
-# decode.
-OVERLAP_LOSS, DECODE_OVERLAP_LOSS = 0.15, 0.45
+# Bringing weights and multiplying them overlap, except for this measured part of the shorter one.
+DECODE_OVERLAP_LOSS = 0.45
 # What a second row adds to the GPU's part of a step: products of few rows are bound by arithmetic too. Measured: 0.24
 # and 0.21.
 SECOND_ROW = 0.2
@@ -133,14 +101,6 @@ ROWS_COST = (1.0, 1.2, 1.7, 1.8, 2.2, 2.9, 3.0, 3.5, 3.6, 5.0, 5.4, 6.7, 6.8, 13
 # From this many rows on, rows are grouped by expert, and products of experts take this many times as long. Measured
 # with a mixture of 128 experts a layer on an H100.
 GROUPED_FROM, GROUPED_COST = 3, 1.9
-# Rows of an exact prompt that one launch takes, and one of experts; and seconds for what a row does in a layer besides
-# products. Fitted to a prompt of 2,048 tokens and an 8B model on an H200.
-EXACT_ROWS, EXACT_EXPERT_ROWS, EXACT_ROW_SECONDS = 512, 64, 0.35e-6
-# A smaller fraction of the rows does not pay for its crossings.
-LEAST_SHARE = 0.03
-# The fractions that are tried are multiples of 1 / SHARES: finer ones change the speed by less than the error.
-SHARES = 512
-
 # What can bound a speed. The fixed times of kernels count as the GPU's arithmetic, those of crossings and of the CPU's
 # layers as RAM.
 BOUNDS = ("PCIe", "RAM", "VRAM", "GPU arithmetic", "CPU arithmetic", "disk")
@@ -286,7 +246,7 @@ def decode_seconds(reads: Traffic, profile: HardwareProfile, threads: int | None
     beside = reads.beside
     serial = {"VRAM": (reads.vram + reads.direct + 2 * beside.state_bytes + beside.attention_bytes)
               / profile.vram_bytes_per_second,
-              "GPU arithmetic": _kernels(reads) * profile.gpu_kernel_seconds,
+              "GPU arithmetic": kernels(reads) * profile.gpu_kernel_seconds,
               "RAM": (_cpu_seconds(reads.cpu, streamed, profile, threads) + 2 * reads.shared_layers * CROSSING_SECONDS
                       + reads.left_layers * EXPERT_CROSSING_SECONDS),
               "PCIe": 0.0}
@@ -302,7 +262,7 @@ def decode_seconds(reads: Traffic, profile: HardwareProfile, threads: int | None
     return computed + shown, max(serial, key=lambda name: serial[name])
 
 
-def _kernels(reads: Traffic) -> float:
+def kernels(reads: Traffic) -> float:
     """The fixed times of a step's kernels, in times of the one that a profile has measured."""
     return (DENSE_LAYER_KERNELS * (reads.layers - reads.expert_layers) + EXPERT_LAYER_KERNELS * reads.expert_layers
             + SHARED_LAYER_KERNELS * reads.shared_layers
@@ -431,77 +391,6 @@ def _of_rows(uses: Sequence[Use], rows: int) -> list[Use]:
             else use for use in uses]
 
 
-def prefill_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: HardwareProfile, rows: int,
-                   cached: Mapping[int, Cached] | None = None, prompt: str = FAST,
-                   beside: Beside = Beside()) -> Speed:
-    """The speed of prefill on the GPU, for an "exact" or "fast" prompt of one batch of `rows` tokens; cached: the
-    layers with slots."""
-    cached = cached or {}
-    brought = 0.0
-    for use in uses:
-        home = homes[use.tensor].home
-        if home == DIRECT:
-            brought += use.batch_bytes * (rows if use.role in BY_ROW else 1)
-        elif home == SLOTS:
-            brought += use.batch_bytes * (1 - (cached[use.layer].held if use.layer in cached else 0.0))
-    streamed = brought / profile.pcie_bytes_per_second
-    if prompt == EXACT:
-        computed = _exact_seconds(uses, [TensorHome()] * len(homes), profile, rows, beside)
-    else:
-        computed = _fast_seconds(uses, profile, rows, beside)
-    seconds = max(streamed, computed) + OVERLAP_LOSS * min(streamed, computed) + PREFILL_SECONDS
-    return Speed(rows / seconds, "PCIe" if streamed > computed else "GPU arithmetic")
-
-
-def _fast_seconds(uses: Sequence[Use], profile: HardwareProfile, rows: int, beside: Beside) -> float:
-    """Seconds of the GPU's arithmetic for `rows` rows on tensor cores."""
-    products = sum(operations([use], rows) / _efficiency(use, rows) for use in uses) / profile.gpu_flops
-    width = max((use.cols for use in uses if use.role == "embedding"), default=0)
-    return products + beside.row_kernels * rows * width * ROW_KERNEL_BYTES / profile.vram_bytes_per_second
-
-
-def _exact_seconds(uses: Sequence[Use], resident: Sequence[TensorHome], profile: HardwareProfile, rows: int,
-                   beside: Beside) -> float:
-    """Seconds of the GPU's arithmetic for `rows` rows by the contract; resident: homes with all tensors in VRAM."""
-    products = [use for use in uses if use.role not in (*BY_ROW, "head")]
-    seconds = 0.0
-    for use in products:
-        most = EXACT_EXPERT_ROWS if use.role == "experts" else EXACT_ROWS
-        for count, launches in ((most, rows // most), (rows % most, 1)):
-            if count and launches:
-                together = use._replace(read_bytes=round(step_bytes(use, count)))
-                seconds += launches * together.read_bytes * rows_cost(together, use, count)
-    seconds /= profile.vram_bytes_per_second
-    reads = traffic(products, resident, beside=beside)
-    seconds += math.ceil(rows / EXACT_ROWS) * _kernels(reads) * profile.gpu_kernel_seconds
-    return seconds + rows * reads.layers * EXACT_ROW_SECONDS
-
-
-def _efficiency(use: Use, rows: int) -> float:
-    """The part of a large product's rate that a prompt's product with this tensor reaches."""
-    efficiency = PREFILL_EFFICIENCY * use.rows / (math.ceil(use.rows / OUTPUT_TILE) * OUTPUT_TILE)
-    if use.role != "experts":
-        return efficiency
-    reached = rows * use.read_bytes / use.batch_bytes  # rows of an expert
-    return efficiency * EXPERT_EFFICIENCY * reached / (reached + EXPERT_TILE)
-
-
-def prefill_on_cpu(uses: Sequence[Use], profile: HardwareProfile, rows: int, threads: int | None = None) -> Speed:
-    """The speed of prefill on the CPU."""
-    seconds = sum(operations([use], rows) / _cpu_efficiency(use, rows) for use in uses) / profile.cpu_flops
-    outputs = sum(use.parameters / use.cols for use in uses if use.role not in (*BY_ROW, "vector", "head"))
-    seconds += rows * outputs * CPU_OUTPUT_SECONDS / profile.threads
-    return Speed(rows * part_at_work(profile, threads) / max(1e-9, seconds), "CPU arithmetic")
-
-
-def _cpu_efficiency(use: Use, rows: int) -> float:
-    """The part of a large product's rate that a prompt's product with this tensor reaches on the CPU."""
-    if use.role != "experts":
-        return 1.0
-    reached = rows * use.read_bytes / step_bytes(use, rows)  # rows of an expert that has any
-    return reached / (reached + CPU_EXPERT_TILE)
-
-
 def step_bytes(use: Use, rows: int) -> float:
     """Bytes that a step of this many rows reads of a tensor."""
     if use.role in BY_ROW:
@@ -539,68 +428,6 @@ def decode_from_disk(in_ram: Speed, read_bytes: float, disk_bytes_per_second: fl
     it in RAM. Products wait for the last of what they need, so little is hidden."""
     computed, read = 1 / in_ram.tokens_per_second, read_bytes / disk_bytes_per_second
     return Speed(1 / (computed + read), "disk" if read > computed else in_ram.bound)
-
-
-def prefill_from_disk(in_ram: Speed, rows: int, read_bytes: float, disk_bytes_per_second: float) -> Speed:
-    """The same for a batch of `rows` tokens. The disk reads ahead while others are computed."""
-    computed, read = rows / in_ram.tokens_per_second, read_bytes / disk_bytes_per_second
-    return Speed(rows / read, "disk") if read > computed else in_ram
-
-
-def shares() -> list[float]:
-    """The fractions of the rows that the CPU may take."""
-    return [0.0, *(step / SHARES for step in range(1, SHARES + 1) if step / SHARES >= LEAST_SHARE)]
-
-
-def share_rows(rows: int, share: float) -> int:
-    """How many of a matrix's rows a fraction of them is, in the CPU's steps."""
-    return min(round(rows * share / CPU_ROW_STEP), rows // CPU_ROW_STEP) * CPU_ROW_STEP
-
-
-def balanced(inventory: Inventory, homes: Sequence[TensorHome], profile: HardwareProfile,
-             threads: int | None = None) -> tuple[TensorHome, ...]:
-    """`homes` with the CPU's rows: one fraction for all matrices that can be shared, the one predicted to decode
-    fastest; none if that is best. Matrices in VRAM also have the rows that they would give if they had to leave it:
-    the same fraction, or if that is nothing, the one that is best once all of them have left."""
-    share, movable = _best_share(inventory, homes, profile, threads), inventory.shareable()
-    leaving = {use.tensor for use in movable}
-    gone = [home._replace(home=DIRECT) if tensor in leaving else home for tensor, home in enumerate(homes)]
-    once_gone = share or _best_share(inventory, gone, profile, threads)
-    rows = {use.tensor: share_rows(use.rows, share if homes[use.tensor].home == DIRECT else once_gone)
-            for use in movable}
-    return tuple(home._replace(cpu_rows=rows.get(tensor, 0)) for tensor, home in enumerate(homes))
-
-
-def _best_share(inventory: Inventory, homes: Sequence[TensorHome], profile: HardwareProfile,
-                threads: int | None) -> float:
-    """The fraction of their rows that direct matrices had best give the CPU."""
-    of_model = set(inventory.model_uses)
-    shared = [use for use in inventory.shareable(homes) if use in of_model]
-    if not shared:
-        return 0.0
-    alone = traffic(inventory.model_uses, [home._replace(cpu_rows=0) for home in homes], beside=inventory.beside)
-    # Layers are much alike: a fraction is judged by the few kinds of matrices, not by all. The head is layer -1.
-    kinds = Counter((use.rows, use.read_bytes, use.cpu_cost) for use in shared)
-    most: dict[int, int] = {}
-    for use in shared:
-        most[use.layer] = max(use.rows, most.get(use.layer, 0))
-    layers = Counter(most.values())
-
-    def seconds(share: float) -> float:
-        taken = [(count * size * share_rows(rows, share) / rows, cost) for (rows, size, cost), count in kinds.items()]
-        moved, cpu = sum(size for size, _ in taken), sum(size * cost for size, cost in taken)
-        touched = sum(count for rows, count in layers.items() if share_rows(rows, share))
-        # What is left may be a rounding error instead of nothing.
-        direct = alone.direct - moved if alone.direct - moved > 1 else 0.0
-        reads = replace(alone, direct=direct, cpu=alone.cpu + cpu, shared_layers=alone.shared_layers + touched)
-        return decode_seconds(reads, profile, threads)[0]
-
-    return min(shares(), key=seconds)
-
-
-def operations(uses: Sequence[Use], rows: int) -> float:
-    """Those of the products of `rows` rows, without the output head."""
-    return 2.0 * rows * sum(use.parameters for use in uses if use.role not in (*BY_ROW, "vector", "head"))
 
 
 def part_at_work(profile: HardwareProfile, threads: int | None) -> float:

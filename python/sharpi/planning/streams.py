@@ -30,14 +30,12 @@ from sharpi.planning.prediction import (
     cached_experts,
     cpu_layer_seconds,
     decode_seconds,
-    operations,
     part_at_work,
-    prefill_on_cpu,
-    prefill_on_gpu,
     rows_cost,
     step_bytes,
     traffic,
 )
+from sharpi.planning.prefill import operations, prefill_on_cpu, prefill_on_gpu
 
 if TYPE_CHECKING:
     from sharpi.files.gguf import GgufFile

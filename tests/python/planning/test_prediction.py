@@ -9,45 +9,30 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_weights import MACHINE, FakeWeights, random_machine, stats_of
+from fake_weights import MACHINE, inventory_of, random_machine, stats_of, with_rows
 from golden_models import write_golden
 
 from sharpi.loading.description import describe
 from sharpi.machine.profile import ASSUMED, GPU_FIELDS, HardwareProfile
+from sharpi.planning.cpu_share import balanced
 from sharpi.planning.placement import Beside, ExpertPool, Inventory, TensorHome
 from sharpi.planning.prediction import (
     BOUNDS,
     BYTES_PER_PRODUCT,
     CPU_EXPERT_LAYER_SECONDS,
-    CPU_EXPERT_TILE,
     CPU_LAYER_SECONDS,
-    CPU_OUTPUT_SECONDS,
     CROSSING_SECONDS,
     DECODE_OVERLAP_LOSS,
     DENSE_LAYER_KERNELS,
-    EXACT_EXPERT_ROWS,
-    EXACT_ROW_SECONDS,
-    EXACT_ROWS,
     EXPERT_CROSSING_SECONDS,
-    EXPERT_EFFICIENCY,
     EXPERT_LAYER_KERNELS,
-    EXPERT_TILE,
-    GROUPED_COST,
-    GROUPED_FROM,
     KV_EFFICIENCY,
     LONG_BYTES_PER_PRODUCT,
     LONG_KV_EFFICIENCY,
     LONG_START,
     OTHER_KERNELS,
-    OUTPUT_TILE,
-    OVERLAP_LOSS,
     PIECE_BYTES,
     PIECE_KERNELS,
-    PREFILL_EFFICIENCY,
-    PREFILL_SECONDS,
-    ROW_KERNEL_BYTES,
-    ROWS,
-    ROWS_COST,
     SHARED_EXPERT_KERNELS,
     SHARED_LAYER_KERNELS,
     SLOTS_LAYER_KERNELS,
@@ -55,7 +40,6 @@ from sharpi.planning.prediction import (
     Traffic,
     after_on_cpu,
     after_on_gpu,
-    balanced,
     cached_experts,
     completed,
     decode_on_cpu,
@@ -65,23 +49,13 @@ from sharpi.planning.prediction import (
     draft_cost_on_gpu,
     expert_rates,
     hit_rate,
-    prefill_on_cpu,
-    prefill_on_gpu,
-    share_rows,
-    shares,
     traffic,
 )
-
-
-def inventory_of(**options) -> tuple[FakeWeights, Inventory]:
-    model = FakeWeights(**options)
-    return model, Inventory.of(model, model)
-
-
-def with_rows(inventory: Inventory, homes: tuple[TensorHome, ...], share: float) -> tuple[TensorHome, ...]:
-    rows = {use.tensor: share_rows(use.rows, share) for use in inventory.shareable(homes)}
-    return tuple(home._replace(cpu_rows=rows.get(tensor, 0)) for tensor, home in enumerate(homes))
-
+from sharpi.planning.prefill import (
+    ROW_KERNEL_BYTES,
+    prefill_on_cpu,
+    prefill_on_gpu,
+)
 
 # --- decode ---------------------------------------------------------------------------------------------------------
 
@@ -460,20 +434,6 @@ def test_without_slots_experts_are_the_cpus() -> None:
         assert (reads.cpu, reads.left_layers, reads.cached) == (6 * size, 3, ())
 
 
-def test_prefill_brings_the_experts_that_are_in_no_slot() -> None:
-    model, inventory = inventory_of(layers=3, experts=(0, 1))
-    homes = inventory.homes(inventory.before_experts)
-    size = model.layer_expert_bytes(0)
-    slow = replace(MACHINE, pcie_bytes_per_second=1e8, gpu_flops=1e16)
-    brought = (16 - 9) * size + 50 * model.sizes[0] // 8192
-    uses = np.array([[9, 9, 9, 9, 9, 9, 9, 1], [5, 5, 1, 1, 1, 1, 1, 1]], np.uint64)
-    for warm in (None, stats_of(model, uses)):
-        cached = cached_experts(inventory.uses, [ExpertPool(2, 16, size, 9)], warm)
-        found = prefill_on_gpu(inventory.uses, homes, slow, 50, cached)
-        assert found.tokens_per_second == pytest.approx(50 / (brought / 1e8 + PREFILL_SECONDS), rel=1e-4)
-        assert found.bound == "PCIe"
-
-
 def test_statistics_say_which_experts_are_in_slots() -> None:
     """Against taking the most used ones; slots are given to whichever layer needs them."""
     dice = random.Random(21)
@@ -552,170 +512,6 @@ def test_decode_on_the_cpu() -> None:
     layers = len({use.layer for use in inventory.uses} - {-1})
     fixed = (layers - 1) * CPU_LAYER_SECONDS + CPU_EXPERT_LAYER_SECONDS
     assert 1 / decode_on_cpu(inventory.uses, MACHINE).tokens_per_second == pytest.approx(read / 100e9 + fixed)
-
-
-# --- prefill --------------------------------------------------------------------------------------------------------
-
-
-def test_prefill() -> None:
-    model, inventory = inventory_of(layers=4, experts=(3,))
-    dense = 3 * 3 * 4096 * 1024 + 4 * (2 * 1024 + 256) * 1024 + 8 * 1024
-    used = dense + 3 * 8 * 1024 * 1024 // 4
-    # An expert gets a quarter of the rows; the router's eight rows take as long as a block's.
-    router = (OUTPUT_TILE - 8) * 1024
-    slowed = 2 * 500 * (dense + router + (used - dense) / EXPERT_EFFICIENCY * (125 + EXPERT_TILE) / 125)
-    fast = replace(MACHINE, pcie_bytes_per_second=1e15, gpu_flops=1e12)
-    found = prefill_on_gpu(inventory.uses, inventory.homes(0), fast, 500)
-    assert found.tokens_per_second == pytest.approx(500 / (slowed / (1e12 * PREFILL_EFFICIENCY) + PREFILL_SECONDS))
-    assert found.bound == "GPU arithmetic"
-    # All that is direct is fetched once, whoever would compute it in decode, and every expert; of the embedding a row
-    # for each token.
-    slow = replace(MACHINE, pcie_bytes_per_second=1e9, gpu_flops=1e15)
-    direct = sum(size for tensor, size in zip(model.tensors, model.sizes, strict=True)
-                 if "norm" not in tensor.name) - model.sizes[0] * (1 - 500 / 8192)
-    for homes in (inventory.homes(0), with_rows(inventory, inventory.homes(0), 0.5)):
-        found = prefill_on_gpu(inventory.uses, homes, slow, 500)
-        hardly_shown = OVERLAP_LOSS * slowed / (1e15 * PREFILL_EFFICIENCY)
-        assert found.tokens_per_second == pytest.approx(500 / (direct / 1e9 + hardly_shown + PREFILL_SECONDS))
-        assert found.bound == "PCIe"
-    # If both take equally long, they do not overlap completely.
-    even = replace(slow, gpu_flops=slowed / PREFILL_EFFICIENCY / (direct / 1e9))
-    found = prefill_on_gpu(inventory.uses, inventory.homes(0), even, 500)
-    assert found.tokens_per_second == pytest.approx(500 / ((1 + OVERLAP_LOSS) * direct / 1e9 + PREFILL_SECONDS))
-    # On the CPU, too, experts with few rows are slower; and every output takes other work besides.
-    found = prefill_on_cpu(inventory.uses, MACHINE, 500)
-    slowed = 2 * 500 * (dense + (used - dense) * (125 + CPU_EXPERT_TILE) / 125)
-    outputs = 3 * (2 * 4096 + 1024) + 4 * (2 * 1024 + 256) + 8 + 3 * 2 * 1024
-    seconds = slowed / 1e12 + 500 * outputs * CPU_OUTPUT_SECONDS / MACHINE.threads
-    assert found.tokens_per_second == pytest.approx(500 / seconds) and found.bound == "CPU arithmetic"
-
-
-def test_one_row_of_a_prompt_is_one_row_of_its_experts_on_the_cpu() -> None:
-    _, inventory = inventory_of(layers=4, experts=(3,))
-    experts = [use for use in inventory.uses if use.role == "experts"]
-    outputs = sum(use.parameters / use.cols for use in experts)
-    for rows, reached in ((1, 1.0), (2, 2 * 0.25 / (1 - 0.75 ** 2))):
-        seconds = (2 * rows * sum(use.parameters for use in experts) / 1e12 * (reached + CPU_EXPERT_TILE) / reached
-                   + rows * outputs * CPU_OUTPUT_SECONDS / MACHINE.threads)
-        assert rows / prefill_on_cpu(experts, MACHINE, rows).tokens_per_second == pytest.approx(seconds)
-
-
-def test_exact_prefill() -> None:
-    """As many rows as fit in a launch read what a step reads; what is direct is brought once, as for fast prompts."""
-    model, inventory = inventory_of(layers=4, experts=(3,))
-    experts = sum(use.batch_bytes for use in inventory.uses if use.role == "experts")
-    others = sum(use.read_bytes for use in inventory.uses if use.role not in ("embedding", "head", "experts"))
-    kernels = (3 * DENSE_LAYER_KERNELS + EXPERT_LAYER_KERNELS + OTHER_KERNELS) * 2e-6
-    whole = inventory.homes(len(inventory.movable))
-
-    def seconds(dense: list[int], mixed: list[int]) -> float:
-        """By the rows of each launch. A token chooses a quarter of the eight experts."""
-        read = others * sum(float(np.interp(rows, ROWS, ROWS_COST)) for rows in dense)
-        for rows in mixed:
-            hit = 1 - 0.75 ** rows
-            cost = float(np.interp(0.25 * rows / hit, ROWS, ROWS_COST)) * (GROUPED_COST if rows >= GROUPED_FROM else 1)
-            read += experts * hit * cost
-        return read / 3e12 + len(dense) * kernels + 4 * sum(dense) * EXACT_ROW_SECONDS
-
-    assert (EXACT_ROWS, EXACT_EXPERT_ROWS) == (512, 64)
-    for dense, mixed in (([1], [1]), ([2], [2]), ([64], [64]), ([65], [64, 1]), ([512], [64] * 8),
-                         ([512, 512, 276], [64] * 20 + [20])):
-        assert sum(dense) == sum(mixed)
-        found = prefill_on_gpu(inventory.uses, whole, MACHINE, sum(dense), prompt="exact")
-        assert found.tokens_per_second == pytest.approx(sum(dense) / (seconds(dense, mixed) + PREFILL_SECONDS))
-        assert found.bound == "GPU arithmetic"
-    step = seconds([8], [8])
-    slow = replace(MACHINE, pcie_bytes_per_second=1e9)
-    direct = sum(size for tensor, size in zip(model.tensors, model.sizes, strict=True)
-                 if "norm" not in tensor.name) - model.sizes[0] * (1 - 8 / 8192)
-    found = prefill_on_gpu(inventory.uses, inventory.homes(0), slow, 8, prompt="exact")
-    assert found.tokens_per_second == pytest.approx(8 / (direct / 1e9 + OVERLAP_LOSS * step + PREFILL_SECONDS))
-    assert found.bound == "PCIe"
-    fast = prefill_on_gpu(inventory.uses, whole, MACHINE, 500)
-    assert fast == prefill_on_gpu(inventory.uses, whole, MACHINE, 500, prompt="fast")
-    exact = prefill_on_gpu(inventory.uses, whole, MACHINE, 500, prompt="exact")
-    assert fast.tokens_per_second > exact.tokens_per_second
-
-
-# --- the CPU's share --------------------------------------------------------------------------------------------------
-
-
-def test_the_share_is_the_best_there_is() -> None:
-    """Against every share, each tried in full; on machines of all kinds."""
-    dice = random.Random(11)
-    chosen = set()
-    for _ in range(120):
-        _, inventory = inventory_of(layers=dice.randint(1, 3), mixed=dice, tied=dice.random() < 0.5,
-                                    experts=dice.choice([(), (), (1,), (0, 2)]))
-        machine = random_machine(dice)
-        homes = inventory.homes(dice.randint(0, len(inventory.movable)))
-        found = balanced(inventory, homes, machine)
-        inventory.check(found)
-        assert [home[::2] for home in found] == [home[::2] for home in homes], "only rows change"
-
-        def seconds(tried: tuple[TensorHome, ...], machine=machine, inventory=inventory) -> float:
-            return decode_seconds(traffic(inventory.uses, tried), machine)[0]
-
-        every = [seconds(with_rows(inventory, homes, share)) for share in shares()]
-        assert seconds(found) == pytest.approx(min(every), rel=1e-9)
-        assert min(every) <= seconds(homes), "no row is one of the choices"
-        chosen.add(max(home.cpu_rows for home in found))
-    assert 0 in chosen and 8192 in chosen and len(chosen) > 10, "none, all, and much in between"
-
-
-def test_rows_in_vram_are_for_when_they_leave_it() -> None:
-    """A unit in VRAM has the rows that it would give if it were direct; until then they do not count."""
-    dice, seen = random.Random(5), set()
-    for _ in range(12):
-        _, inventory = inventory_of(layers=dice.randint(1, 5), tied=dice.random() < 0.5,
-                                    experts=dice.choice([(), (0,)]))
-        machine = random_machine(dice)
-        leaving = {use.tensor for use in inventory.shareable()}
-        for resident in range(len(inventory.movable) + 1):
-            homes = inventory.homes(resident)
-            found = balanced(inventory, homes, machine)
-            inventory.check(found)
-            shared = inventory.shareable(homes)
-            direct = {share for use in shared if (share := found[use.tensor].cpu_rows / use.rows)}
-            for use in inventory.shareable():
-                share = found[use.tensor].cpu_rows / use.rows
-                if use not in shared and direct:
-                    # But for whole steps of 32 rows, of 1,024 at least.
-                    assert min(abs(share - other) for other in direct) <= 32 / 1024, "as the others"
-                elif use not in shared:
-                    gone = balanced(inventory, [home._replace(home="direct") if tensor in leaving else home
-                                                for tensor, home in enumerate(homes)], machine)
-                    assert found[use.tensor] == gone[use.tensor]._replace(home="vram"), "as if all had left"
-                seen.add((use in shared, bool(direct), share > 0))
-            without = [home._replace(cpu_rows=0) if home.home == "vram" else home for home in found]
-            assert traffic(inventory.uses, found) == traffic(inventory.uses, without)
-            assert inventory.placed(found) == inventory.placed(without)
-    assert {(False, True, True), (False, False, True), (False, False, False), (True, True, True)} <= seen
-
-
-def test_the_shares_that_are_tried() -> None:
-    tried = shares()
-    assert tried[0] == 0 and tried[-1] == 1 and tried == sorted(tried) and 0.03 <= tried[1] < 0.035
-    assert max(after - before for before, after in zip(tried[1:], tried[2:], strict=False)) < 0.0025
-    assert len(tried) < 600, "each of them is a prediction, and finer ones change the speed by less than it is known"
-
-
-def test_shares_that_are_too_small_are_none() -> None:
-    _, inventory = inventory_of()
-    homes = inventory.homes(0)
-    rows = set()
-    for rate in range(1, 200):
-        machine = replace(MACHINE, ram_bytes_per_second=rate * 1e9, ram_bytes_per_second_shared=rate * 1e9,
-                          pcie_bytes_per_second_shared=50e9)
-        rows.add(max(home.cpu_rows for home in balanced(inventory, homes, machine)))
-    assert 0 in rows and min(rows - {0}) >= 0.03 * 4096
-
-
-@pytest.mark.parametrize("rows, share, taken", [
-    (4096, 0.0, 0), (4096, 1.0, 4096), (4096, 0.5, 2048), (100, 1.0, 96), (100, 0.5, 64), (31, 1.0, 0), (64, 0.2, 0),
-])
-def test_rows_come_in_steps(rows: int, share: float, taken: int) -> None:
-    assert share_rows(rows, share) == taken
 
 
 def test_a_machine_without_a_gpu_is_given_an_assumed_one() -> None:

@@ -20,7 +20,9 @@ from sharpi import _core
 from sharpi.files.gguf import fingerprint
 from sharpi.machine.hardware import Gpu
 from sharpi.machine.profile import ASSUMED, HardwareProfile
+from sharpi.planning.cpu_share import share_rows
 from sharpi.planning.expert_stats import ExpertStats
+from sharpi.planning.placement import Inventory, TensorHome
 
 MIB, GIB = 1 << 20, 1 << 30
 # The slots for streamed weights: how many pieces, and the most bytes of each.
@@ -246,3 +248,15 @@ def stats_of(model: FakeWeights, uses: np.ndarray) -> ExpertStats:
     none = np.zeros_like(uses)
     return ExpertStats(model.name, model.architecture, fingerprint(model), tuple(model.experts),
                        (uses.shape[1],) * len(uses), uses, none, none, none, none, none)
+
+
+def inventory_of(**options: Any) -> tuple[FakeWeights, Inventory]:
+    """A model with these options of `FakeWeights`, and its inventory."""
+    model = FakeWeights(**options)
+    return model, Inventory.of(model, model)
+
+
+def with_rows(inventory: Inventory, homes: tuple[TensorHome, ...], share: float) -> tuple[TensorHome, ...]:
+    """`homes` with this fraction of the rows of every matrix that can be shared on the CPU."""
+    rows = {use.tensor: share_rows(use.rows, share) for use in inventory.shareable(homes)}
+    return tuple(home._replace(cpu_rows=rows.get(tensor, 0)) for tensor, home in enumerate(homes))
