@@ -22,9 +22,9 @@
 // can run in parallel. They lie at multiples of kSegmentPages even if a row sees only the end of its first one, so a
 // key's place in the sums depends on its position alone.
 //
-// A page's keys are converted to float and transposed once for a block of query rows, so that a vector holds one
-// dimension of 16 keys. Scores and outputs are then the same small matrix product, blocked in registers. In decode the
-// transpose costs less than reading the page from memory.
+// A page's keys are transposed once for a block of query rows, so that a vector holds one dimension of 16 keys. Scores
+// and outputs are then the same small matrix product, blocked in registers. Many rows have the page converted to float
+// before; few rows have it converted in the products, since most of their time goes into moving it through the caches.
 #include "cpu/kernels/exp.h"
 #include "cpu/kernels/internal.h"
 #include "cpu/kernels/matmul/transpose.h"
@@ -34,6 +34,9 @@ namespace sharpi::cpu::SHARPI_ISA {
 // Query rows x heads of the group that share one conversion of a page.
 constexpr int64_t kBlock = 128;
 constexpr int64_t kMaxPageTokens = 64;
+
+// Up to this many query rows x heads convert a page in their products (measured with AVX2 and AVX-512).
+constexpr int64_t kFewRows = 16;
 
 // The most rows that any table multiplies at once: all tables lay out their scratch alike.
 constexpr int kMaxProductRows = 8;
@@ -81,6 +84,60 @@ size_t attentionScratch(int32_t, int32_t, int32_t headDim, int32_t pageTokens) {
     return static_cast<size_t>(Layout(headDim, headDim, pageTokens).total) * sizeof(float);
 }
 
+// Asks for a line of the caches. Pages lie apart in memory, so the processor does not fetch the next one by itself, and
+// with one query row most of the time would go into waiting for it. Few lines can be on their way at once, so they are
+// asked for all along while the page before is converted and multiplied, each beside the line in its place.
+SHARPI_INLINE void prefetch(const uint8_t* line) { __builtin_prefetch(line, 0, 2); }
+
+// The matrix on the right of a product: its lines, `stride` elements apart. ahead: bytes from a part of it to what is
+// prefetched with that part. Its form is a type below: load() reads kVecs vectors of 16 columns, from `column` on, of
+// kDepth lines, from line k on.
+struct Right {
+    const void* first = nullptr;
+    int64_t stride = 0;
+    int64_t ahead = 0;
+};
+
+// Floats of the scratch.
+struct Floats {
+    using Element = float;
+    static constexpr int kDepth = 1;
+    template <int kVecs> SHARPI_INLINE void load(const Right& b, int64_t k, int64_t column, Vec (*to)[kVecs]) {
+        const float* const line = static_cast<const float*>(b.first) + k * b.stride + column;
+#pragma GCC unroll 8
+        for (int j = 0; j < kVecs; j++) to[0][j] = vload(line + j * kLanes);
+    }
+};
+
+// Elements as the KV cache has them.
+template <class Read> struct Stored {
+    using Element = typename Read::Element;
+    static constexpr int kDepth = 1;
+    template <int kVecs> SHARPI_INLINE void load(const Right& b, int64_t k, int64_t column, Vec (*to)[kVecs]) {
+        const Element* const line = static_cast<const Element*>(b.first) + k * b.stride + column;
+        const auto* const ahead = reinterpret_cast<const uint8_t*>(line) + b.ahead;
+#pragma GCC unroll 8
+        for (int64_t at = 0; at < kVecs * kLanes * static_cast<int64_t>(sizeof(Element)); at += 64)
+            prefetch(ahead + at);
+#pragma GCC unroll 8
+        for (int j = 0; j < kVecs; j++) to[0][j] = Read::load(line + j * kLanes);
+    }
+};
+
+// Each line holds two lines of 16-bit elements in turn: those of even k in the lower halves of its lanes.
+template <class Read> struct Pairs {
+    static constexpr int kDepth = 2;
+    template <int kVecs> SHARPI_INLINE void load(const Right& b, int64_t k, int64_t column, Vec (*to)[kVecs]) {
+        const float* const line = static_cast<const float*>(b.first) + k / 2 * b.stride + column;
+#pragma GCC unroll 8
+        for (int j = 0; j < kVecs; j++) {
+            const Vec pairs = vloadBits(line + j * kLanes);
+            to[0][j] = Read::low(pairs);
+            to[1][j] = Read::high(pairs);
+        }
+    }
+};
+
 // What a product begins from and how it ends: c[r] = start[r] (or 0) + sum; with factors it joins a page instead:
 // c[r] = fma(start[r] + sum, added[r], c[r] * kept[r]). start has c's stride.
 struct Ends {
@@ -88,10 +145,10 @@ struct Ends {
     const float *kept = nullptr, *added = nullptr;
 };
 
-// c[r][0 .. 16 kVecs) from the sum over k of a[r][k] * b[k][..], by fma, k ascending.
-template <int kRows, int kVecs>
-SHARPI_INLINE void productBlock(const float* const* a, int64_t depth, const float* b, int64_t bStride, const Ends& ends,
-                                int64_t column, float* c, int64_t cStride) {
+// c[r][0 .. 16 kVecs) from the sum over k of a[r][k] * b[k][..], by fma, k ascending. depth is a multiple of kDepth.
+template <class Form, int kRows, int kVecs>
+SHARPI_INLINE void productBlock(const float* const* a, int64_t depth, const Right& b, const Ends& ends, int64_t column,
+                                float* c, int64_t cStride) {
     Vec acc[kRows][kVecs];
     const float* row[kRows];
 #pragma GCC unroll 8
@@ -101,15 +158,17 @@ SHARPI_INLINE void productBlock(const float* const* a, int64_t depth, const floa
         for (int j = 0; j < kVecs; j++)
             acc[r][j] = ends.start ? vload(ends.start + r * cStride + column + j * kLanes) : vzero();
     }
-    for (int64_t k = 0; k < depth; k++) {
-        Vec line[kVecs];
+    for (int64_t k = 0; k < depth; k += Form::kDepth) {
+        Vec lines[Form::kDepth][kVecs];
+        Form::load(b, k, column, lines);
+#pragma GCC unroll 2
+        for (int i = 0; i < Form::kDepth; i++) {
 #pragma GCC unroll 8
-        for (int j = 0; j < kVecs; j++) line[j] = vload(b + k * bStride + column + j * kLanes);
+            for (int r = 0; r < kRows; r++) {
+                const Vec x = vset(row[r][k + i]);
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; r++) {
-            const Vec x = vset(row[r][k]);
-#pragma GCC unroll 8
-            for (int j = 0; j < kVecs; j++) acc[r][j] = vfma(x, line[j], acc[r][j]);
+                for (int j = 0; j < kVecs; j++) acc[r][j] = vfma(x, lines[i][j], acc[r][j]);
+            }
         }
     }
 #pragma GCC unroll 8
@@ -124,82 +183,80 @@ SHARPI_INLINE void productBlock(const float* const* a, int64_t depth, const floa
 }
 
 // The same over any width that is a multiple of 16.
-template <int kRows>
-static __attribute__((noinline)) void product(const float* const* a, int64_t depth, const float* b, int64_t bStride,
-                                              const Ends& ends, float* c, int64_t cStride, int64_t width) {
+template <class Form, int kRows>
+static __attribute__((noinline)) void product(const float* const* a, int64_t depth, const Right& b, const Ends& ends,
+                                              float* c, int64_t cStride, int64_t width) {
     int64_t at = 0;
     if constexpr (4 * kRows <= 2 * kProductRows) {  // few rows: more columns hide the latency of the fma chain
         for (; at + 4 * kLanes <= width; at += 4 * kLanes)
-            productBlock<kRows, 4>(a, depth, b, bStride, ends, at, c, cStride);
+            productBlock<Form, kRows, 4>(a, depth, b, ends, at, c, cStride);
     }
-    for (; at + 2 * kLanes <= width; at += 2 * kLanes)
-        productBlock<kRows, 2>(a, depth, b, bStride, ends, at, c, cStride);
-    for (; at < width; at += kLanes) productBlock<kRows, 1>(a, depth, b, bStride, ends, at, c, cStride);
+    for (; at + 2 * kLanes <= width; at += 2 * kLanes) productBlock<Form, kRows, 2>(a, depth, b, ends, at, c, cStride);
+    for (; at < width; at += kLanes) productBlock<Form, kRows, 1>(a, depth, b, ends, at, c, cStride);
 }
 
-using Product = void (*)(const float* const*, int64_t, const float*, int64_t, const Ends&, float*, int64_t, int64_t);
+using Product = void (*)(const float* const*, int64_t, const Right&, const Ends&, float*, int64_t, int64_t);
 
-// The widest product for up to `rows` rows; done: the number of rows that it computes.
-static Product productFor(int64_t rows, int* done) {
-    *done = rows >= kProductRows ? kProductRows : rows >= 4 && kProductRows > 4 ? 4 : rows >= 2 ? 2 : 1;
-    switch (*done) {
-    case 8: return product < kProductRows == 8 ? 8 : 1 > ;  // only instantiated where it is used
-    case 4: return product < kProductRows == 8 ? 4 : 1 > ;
-    case 2: return product<2>;
-    default: return product<1>;
+// The rows that the widest product for up to `rows` rows computes, and that product.
+static int productRows(int64_t rows) {
+    return rows >= kProductRows ? kProductRows : rows >= 4 && kProductRows > 4 ? 4 : rows >= 2 ? 2 : 1;
+}
+
+template <class Form> static Product productOf(int rows) {
+    switch (rows) {
+    case 8: return product < Form, kProductRows == 8 ? 8 : 1 > ;  // only instantiated where it is used
+    case 4: return product < Form, kProductRows == 8 ? 4 : 1 > ;
+    case 2: return product<Form, 2>;
+    default: return product<Form, 1>;
     }
 }
 
-// Prefetches `bytes` of the page after this one. Pages lie apart in memory, so the processor does not prefetch them by
-// itself, and with one query row most of the time would go into waiting for them.
-SHARPI_INLINE void prefetch(const uint8_t* from, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
-}
-
-// Where the lines of a page are: one after another, or wherever `at` says.
+// Where the lines of a page are: one after another, or wherever `at` says. ahead: as in Right, 0 for nothing.
 template <class Read> struct Lines {
     using Element = typename Read::Element;
     const Element* first = nullptr;
     int64_t stride = 0;
+    int64_t ahead = 0;
     const Element* const* at = nullptr;
-    SHARPI_INLINE const Element* of(const Lines& lines, int64_t j) {
-        return lines.at ? lines.at[j] : lines.first + j * lines.stride;
-    }
+    const Element* of(int64_t j) const { return at ? at[j] : first + j * stride; }
 };
+
+// Line j of a page from element d on, a multiple of 16; prefetches what lies ahead of it once for each 64 bytes.
+template <class Read>
+SHARPI_INLINE const typename Read::Element* partOf(const Lines<Read>& lines, int64_t j, int64_t d) {
+    constexpr int64_t kParts = 64 / (kLanes * static_cast<int64_t>(sizeof(typename Read::Element)));
+    const auto* const part = lines.of(j) + d;
+    if (lines.ahead && d / kLanes % kParts == 0) prefetch(reinterpret_cast<const uint8_t*>(part) + lines.ahead);
+    return part;
+}
 
 // The keys [begin, n) of a page, transposed: out[d * keyStride + j]; zeros in the padding of the last 16 keys. begin is
 // a multiple of 16.
 template <class Read>
-static void turnKeys(const Lines<Read>& keys, const uint8_t* nextPage, int64_t begin, int64_t n, int64_t headDim,
-                     int64_t keyStride, float* out) {
-    using Element = typename Read::Element;
-    const int64_t lineBytes = headDim * static_cast<int64_t>(sizeof(Element));
+static void turnKeys(const Lines<Read>& keys, int64_t begin, int64_t n, int64_t headDim, int64_t keyStride,
+                     float* out) {
     for (int64_t j = begin; j < n; j += kLanes) {
-        if (nextPage) prefetch(nextPage + j * lineBytes, (n - j < kLanes ? n - j : kLanes) * lineBytes);
         for (int64_t d = 0; d < headDim; d += kLanes) {
             Vec rows[kLanes];
             if (j + kLanes <= n && d + kLanes <= headDim) {
 #pragma GCC unroll 16
-                for (int i = 0; i < kLanes; i++) rows[i] = Read::load(Lines<Read>::of(keys, j + i) + d);
+                for (int i = 0; i < kLanes; i++) rows[i] = Read::load(partOf(keys, j + i, d));
             } else {
                 for (int i = 0; i < kLanes; i++)
-                    rows[i] = j + i < n ? loadFirst<Read>(Lines<Read>::of(keys, j + i) + d, headDim - d) : vzero();
+                    rows[i] = j + i < n ? loadFirst<Read>(keys.of(j + i) + d, headDim - d) : vzero();
             }
             storeTransposed(rows, out + d * keyStride + j, keyStride);
         }
     }
 }
 
-// The values [begin, n) of a page, whose lines have headDim elements, of which the first valueDim count.
+// The values [begin, n) of a page, of which valueDim elements count.
 template <class Read>
-static void widenValues(const Lines<Read>& values, const uint8_t* nextPage, int64_t begin, int64_t n, int64_t headDim,
-                        int64_t valueDim, int64_t dimStride, float* out) {
-    using Element = typename Read::Element;
-    const int64_t lineBytes = headDim * static_cast<int64_t>(sizeof(Element));
+static void widenValues(const Lines<Read>& values, int64_t begin, int64_t n, int64_t valueDim, int64_t dimStride,
+                        float* out) {
     for (int64_t j = begin; j < n; j++) {
-        if (nextPage) prefetch(nextPage + j * lineBytes, lineBytes);
         for (int64_t d = 0; d < valueDim; d += kLanes)
-            vstore(out + j * dimStride + d, loadFirst<Read>(Lines<Read>::of(values, j) + d, valueDim - d));
+            vstore(out + j * dimStride + d, loadFirst<Read>(partOf(values, j, d), valueDim - d));
     }
 }
 
@@ -245,35 +302,6 @@ struct Block {
         return {begin < 0 ? 0 : begin, end < all ? end : all};
     }
 };
-
-// Converts the keys and values of `span` of the page that begins at firstKey.
-static void loadPage(Block& block, int32_t kvHead, int64_t firstKey, Span span, bool isLast) {
-    const KvPages& pages = block.args.pages;
-    const int32_t* entry = block.args.pageTable + firstKey / pages.pageTokens;
-    const int64_t bytes =
-        pages.headDim * static_cast<int64_t>(pages.pageTokens) * static_cast<int64_t>(kvElementBytes(pages.type));
-    const int64_t at = (static_cast<int64_t>(entry[0]) * pages.kvHeads + kvHead) * bytes;
-    const int64_t next = isLast ? 0 : (static_cast<int64_t>(entry[1]) * pages.kvHeads + kvHead) * bytes;
-    float* turned = block.scratch + block.layout.turnedKeys;
-    float* values = block.scratch + block.layout.values;
-    const bool apart = pages.valuePrefix == 0;  // values are not in the keys, which have been prefetched
-    const uint8_t* const stored = apart ? pages.v : pages.k;
-    const auto load = [&](auto read) {
-        using Read = decltype(read);
-        using Element = typename Read::Element;
-        const Lines<Read> keys{reinterpret_cast<const Element*>(pages.k + at), pages.headDim};
-        const Lines<Read> lines{reinterpret_cast<const Element*>(stored + at), pages.headDim};
-        turnKeys<Read>(keys, isLast ? nullptr : pages.k + next, span.begin / kLanes * kLanes, span.end, pages.headDim,
-                       block.layout.keyStride, turned);
-        widenValues<Read>(lines, apart && !isLast ? stored + next : nullptr, span.begin, span.end, pages.headDim,
-                          block.valueDim, block.layout.dimStride, values);
-    };
-    switch (pages.type) {
-    case KvType::F32: return load(ReadF32());
-    case KvType::BF16: return load(ReadBf16());
-    case KvType::F16: return load(ReadF16());
-    }
-}
 
 // The factors of the outputs when two parts are joined: of those so far, and of those that are added.
 struct Factors {
@@ -331,19 +359,25 @@ struct Spans {
     bool equal() const { return any.begin == all.begin && any.end == all.end; }
 };
 
-// Rows [i, i + rows) of the block times the values of the loaded page, joined to the rows' outputs. Keys that all rows
-// see are done together, those before and after them row by row, so that a row never meets a key that it may not see.
-static void weighValues(Block& block, int64_t i, int rows, Product multiply, const Spans& spans) {
+// Rows [i, i + rows) of the block times a page's values, joined to the rows' outputs. Keys that all rows see are done
+// together, those before and after them row by row, so that a row never meets a key that it may not see.
+template <class Form>
+static void weighValues(Block& block, int64_t i, int rows, const Right& values, const Spans& spans) {
     const Layout& layout = block.layout;
     const int64_t dimStride = layout.dimStride;
-    const float* values = block.scratch + layout.values;
+    const Product multiply = productOf<Form>(rows);
+    const auto from = [&](int64_t key) {
+        Right b = values;
+        b.first = static_cast<const typename Form::Element*>(values.first) + key * values.stride;
+        return b;
+    };
     const float *kept = block.scratch + layout.kept + i, *added = block.scratch + layout.added + i;
     const Span all = spans.all;
     const float* weights[kMaxProductRows];
     for (int r = 0; r < rows; r++) weights[r] = block.scores(i + r) + all.begin;
     if (spans.equal()) {
-        multiply(weights, all.end - all.begin, values + all.begin * dimStride, dimStride, {nullptr, kept, added},
-                 block.outputs(i), dimStride, dimStride);
+        multiply(weights, all.end - all.begin, from(all.begin), {nullptr, kept, added}, block.outputs(i), dimStride,
+                 dimStride);
         return;
     }
     float* partial = block.scratch + layout.partial;
@@ -352,34 +386,109 @@ static void weighValues(Block& block, int64_t i, int rows, Product multiply, con
     for (int r = 0; r < rows && before; r++) {
         const int64_t begin = spans.each[r].begin;
         const float* early = block.scores(i + r) + begin;
-        product<1>(&early, all.begin - begin, values + begin * dimStride, dimStride, Ends(), partial + r * dimStride,
-                   dimStride, dimStride);
+        product<Form, 1>(&early, all.begin - begin, from(begin), Ends(), partial + r * dimStride, dimStride, dimStride);
     }
     if (!all.empty())
-        multiply(weights, all.end - all.begin, values + all.begin * dimStride, dimStride,
-                 {before ? partial : nullptr, nullptr, nullptr}, partial, dimStride, dimStride);
+        multiply(weights, all.end - all.begin, from(all.begin), {before ? partial : nullptr, nullptr, nullptr}, partial,
+                 dimStride, dimStride);
     for (int r = 0; r < rows; r++) {
         const Span span = spans.each[r];
         if (span.empty()) continue;
         const int64_t begin = all.empty() ? span.begin : all.end;
         const float* rest = block.scores(i + r) + begin;
-        product<1>(&rest, span.end - begin, values + begin * dimStride, dimStride,
-                   {all.empty() ? nullptr : partial + r * dimStride, kept + r, added + r}, block.outputs(i + r),
-                   dimStride, dimStride);
+        product<Form, 1>(&rest, span.end - begin, from(begin),
+                         {all.empty() ? nullptr : partial + r * dimStride, kept + r, added + r}, block.outputs(i + r),
+                         dimStride, dimStride);
     }
 }
 
-// Rows [i, i + rows) of the block against the loaded page.
-static void attendRows(Block& block, int64_t i, int rows, Product multiply, int64_t firstKey) {
+// A page's transposed keys and its values, as products read them.
+struct Operands {
+    Right keys, values;
+};
+
+// All rows of the block against a page.
+template <class KeyForm, class ValueForm> static void attendPage(Block& block, const Operands& page, int64_t firstKey) {
     const Layout& layout = block.layout;
-    const Spans spans(block, i, rows, firstKey);
-    if (spans.any.empty()) return;
-    const int64_t from = spans.any.begin / kLanes * kLanes;
-    multiply(block.query + i, block.args.pages.headDim, block.scratch + layout.turnedKeys + from, layout.keyStride,
-             Ends(), block.scores(i) + from, layout.keyStride, roundUp(spans.any.end - from, kLanes));
-    for (int r = 0; r < rows; r++)
-        if (!spans.each[r].empty()) weighScores(block, i + r, spans.each[r]);
-    weighValues(block, i, rows, multiply, spans);
+    for (int64_t i = 0; i < block.count;) {
+        const int rows = productRows(block.count - i);
+        const Spans spans(block, i, rows, firstKey);
+        if (!spans.any.empty()) {
+            const int64_t from = spans.any.begin / kLanes * kLanes;
+            Right keys = page.keys;
+            keys.first = static_cast<const float*>(keys.first) + from;
+            productOf<KeyForm>(rows)(block.query + i, block.args.pages.headDim, keys, Ends(), block.scores(i) + from,
+                                     layout.keyStride, roundUp(spans.any.end - from, kLanes));
+            for (int r = 0; r < rows; r++)
+                if (!spans.each[r].empty()) weighScores(block, i + r, spans.each[r]);
+            weighValues<ValueForm>(block, i, rows, page.values, spans);
+        }
+        i += rows;
+    }
+}
+
+// A page of the cache for one kv head.
+template <class Read> struct Page {
+    Lines<Read> keys, values;
+
+    Page(const Block& block, int32_t kvHead, int64_t firstKey, bool isLast) {
+        using Element = typename Read::Element;
+        const KvPages& pages = block.args.pages;
+        const int32_t* const entry = block.args.pageTable + firstKey / pages.pageTokens;
+        const int64_t elements = pages.headDim * static_cast<int64_t>(pages.pageTokens);
+        const auto place = [&](int32_t page) {
+            return (static_cast<int64_t>(page) * pages.kvHeads + kvHead) * elements;
+        };
+        const bool apart = pages.valuePrefix == 0;
+        const int64_t at = place(entry[0]);
+        const int64_t ahead = isLast ? 0 : (place(entry[1]) - at) * static_cast<int64_t>(sizeof(Element));
+        keys = {reinterpret_cast<const Element*>(pages.k) + at, pages.headDim, ahead};
+        // Values that are in the keys have been fetched with them.
+        values = {reinterpret_cast<const Element*>(apart ? pages.v : pages.k) + at, pages.headDim, apart ? ahead : 0};
+    }
+};
+
+// Converts the page once for all rows.
+template <class Read> static void attendMany(Block& block, const Page<Read>& page, int64_t firstKey, Span span) {
+    const Layout& layout = block.layout;
+    float *const turned = block.scratch + layout.turnedKeys, *const values = block.scratch + layout.values;
+    turnKeys(page.keys, span.begin / kLanes * kLanes, span.end, block.args.pages.headDim, layout.keyStride, turned);
+    widenValues(page.values, span.begin, span.end, block.valueDim, layout.dimStride, values);
+    attendPage<Floats, Floats>(block, {{turned, layout.keyStride}, {values, layout.dimStride}}, firstKey);
+}
+
+// Multiplies with the values as they are stored, and with keys of 16 bits transposed in pairs.
+template <class Read> static void attendFew(Block& block, const Page<Read>& page, int64_t firstKey, Span span) {
+    const Layout& layout = block.layout;
+    const int64_t begin = span.begin / kLanes * kLanes, headDim = block.args.pages.headDim;
+    float* const turned = block.scratch + layout.turnedKeys;
+    const Operands operands = {{turned, layout.keyStride}, {page.values.first, page.values.stride, page.values.ahead}};
+    if constexpr (sizeof(typename Read::Element) == 2) {
+        const Lines<ReadPairs> pairs = {reinterpret_cast<const uint32_t*>(page.keys.first), headDim / 2,
+                                        page.keys.ahead};
+        turnKeys(pairs, begin, span.end, headDim / 2, layout.keyStride, turned);
+        attendPage<Pairs<Read>, Stored<Read>>(block, operands, firstKey);
+    } else {
+        turnKeys(page.keys, begin, span.end, headDim, layout.keyStride, turned);
+        attendPage<Floats, Stored<Read>>(block, operands, firstKey);
+    }
+}
+
+// All rows of the block against the page at firstKey, of which some row sees `span`.
+static void attendCached(Block& block, int32_t kvHead, int64_t firstKey, Span span, bool isLast) {
+    // Lines of an odd number of elements are no pairs, and the last 16 of a value must not be more than there are.
+    const bool few = block.count <= kFewRows && block.args.pages.headDim % 2 == 0 && block.valueDim % kLanes == 0;
+    const auto attend = [&](auto read) {
+        using Read = decltype(read);
+        const Page<Read> page(block, kvHead, firstKey, isLast);
+        if (few) attendFew(block, page, firstKey, span);
+        else attendMany(block, page, firstKey, span);
+    };
+    switch (block.args.pages.type) {
+    case KvType::F32: return attend(ReadF32());
+    case KvType::BF16: return attend(ReadBf16());
+    case KvType::F16: return attend(ReadF16());
+    }
 }
 
 // A segment's state before its first page.
@@ -451,13 +560,7 @@ static void attendBlock(Block& block, int32_t kvHead) {
     for (int64_t firstKey = begin; firstKey < allKeys; firstKey += pageTokens) {
         const int64_t next = firstKey + pageTokens;
         const Span following = next < allKeys ? visibleToAny(block, next) : Span{0, 0};
-        if (!span.empty()) loadPage(block, kvHead, firstKey, span, following.empty());
-        for (int64_t i = 0; i < block.count && !span.empty();) {
-            int rows = 0;
-            const Product multiply = productFor(block.count - i, &rows);
-            attendRows(block, i, rows, multiply, firstKey);
-            i += rows;
-        }
+        if (!span.empty()) attendCached(block, kvHead, firstKey, span, following.empty());
         span = following;
         if (next >= allKeys || next % segmentTokens == 0)
             closeSegment(block, firstKey - firstKey % segmentTokens, next);
@@ -476,11 +579,10 @@ static void loadBlocks(Block& block, int64_t row, int64_t begin, int64_t end) {
             const int64_t number = chosen ? chosen[j] : j;
             at[j - begin] = reinterpret_cast<const Element*>(blocks.k) + blocks.rowAt(block.args.blockTable, number);
         }
-        const Lines<Read> lines{nullptr, 0, at};
-        turnKeys<Read>(lines, nullptr, 0, end - begin, blocks.headDim, block.layout.keyStride,
-                       block.scratch + block.layout.turnedKeys);
-        widenValues<Read>(lines, nullptr, 0, end - begin, blocks.headDim, block.valueDim, block.layout.dimStride,
-                          block.scratch + block.layout.values);
+        const Lines<Read> lines{nullptr, 0, 0, at};
+        turnKeys(lines, 0, end - begin, blocks.headDim, block.layout.keyStride,
+                 block.scratch + block.layout.turnedKeys);
+        widenValues(lines, 0, end - begin, block.valueDim, block.layout.dimStride, block.scratch + block.layout.values);
     };
     switch (blocks.type) {
     case KvType::F32: return load(ReadF32());
@@ -508,12 +610,11 @@ static void attendBlocks(Block& block, int64_t row) {
     for (int64_t begin = 0; begin < count; begin += pageTokens) {
         const int64_t next = begin + pageTokens;
         loadBlocks(block, row, begin, next < count ? next : count);
-        for (int64_t i = 0; i < block.count;) {
-            int rows = 0;
-            const Product multiply = productFor(block.count - i, &rows);
-            attendRows(block, i, rows, multiply, begin);
-            i += rows;
-        }
+        const Layout& layout = block.layout;
+        attendPage<Floats, Floats>(
+            block,
+            {{block.scratch + layout.turnedKeys, layout.keyStride}, {block.scratch + layout.values, layout.dimStride}},
+            begin);
         if (next >= count || next % segmentTokens == 0) closeSegment(block, begin - begin % segmentTokens, next, true);
     }
     block.begun = count > 0;

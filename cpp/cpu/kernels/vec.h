@@ -64,6 +64,16 @@ SHARPI_INLINE Vec vfromBf16(const uint16_t* p) {
 SHARPI_INLINE Vec vfromF16(const uint16_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
+// Sixteen lanes of 32 bits, whatever they are; and the lower and the upper halves of such lanes, converted.
+SHARPI_INLINE Vec vloadBits(const void* p) { return {_mm512_loadu_ps(p)}; }
+SHARPI_INLINE Vec vlowBf16(Vec a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a.v), 16))}; }
+SHARPI_INLINE Vec vhighBf16(Vec a) {
+    return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(-0x10000)))};
+}
+SHARPI_INLINE Vec vlowF16(Vec a) { return {_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_castps_si512(a.v)))}; }
+SHARPI_INLINE Vec vhighF16(Vec a) {
+    return {_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(a.v), 16)))};
+}
 SHARPI_INLINE float vlane0(Vec a) { return _mm512_cvtss_f32(a.v); }
 SHARPI_INLINE Vec vhalve8(Vec a) { return {_mm512_shuffle_f32x4(a.v, a.v, 0x4e)}; }
 SHARPI_INLINE Vec vhalve4(Vec a) { return {_mm512_shuffle_f32x4(a.v, a.v, 0xb1)}; }
@@ -110,6 +120,21 @@ SHARPI_INLINE Vec vfromF16(const uint16_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
             _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
 }
+SHARPI_INLINE Vec vloadBits(const void* p) { return vload(static_cast<const float*>(p)); }
+SHARPI_INLINE __m256 lowBf16(__m256 a) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 16)); }
+SHARPI_INLINE __m256 highBf16(__m256 a) { return _mm256_and_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(-0x10000))); }
+SHARPI_INLINE __m256 fromLowF16(__m256i lanes) {
+    const __m256i packed = _mm256_packus_epi32(lanes, lanes);  // in each half of the register
+    return _mm256_cvtph_ps(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+}
+SHARPI_INLINE __m256 lowF16(__m256 a) {
+    return fromLowF16(_mm256_and_si256(_mm256_castps_si256(a), _mm256_set1_epi32(0xffff)));
+}
+SHARPI_INLINE __m256 highF16(__m256 a) { return fromLowF16(_mm256_srli_epi32(_mm256_castps_si256(a), 16)); }
+SHARPI_INLINE Vec vlowBf16(Vec a) { return {lowBf16(a.lo), lowBf16(a.hi)}; }
+SHARPI_INLINE Vec vhighBf16(Vec a) { return {highBf16(a.lo), highBf16(a.hi)}; }
+SHARPI_INLINE Vec vlowF16(Vec a) { return {lowF16(a.lo), lowF16(a.hi)}; }
+SHARPI_INLINE Vec vhighF16(Vec a) { return {highF16(a.lo), highF16(a.hi)}; }
 SHARPI_INLINE float vlane0(Vec a) { return _mm256_cvtss_f32(a.lo); }
 SHARPI_INLINE Vec vhalve8(Vec a) { return {a.hi, a.lo}; }
 SHARPI_INLINE Vec vhalve4(Vec a) {
@@ -149,6 +174,17 @@ SHARPI_INLINE Vec vzeroWhereBelow(Vec x, float bound, Vec value) {
 }
 SHARPI_INLINE Vec vfromBf16(const uint16_t* p) { SHARPI_EACH_LANE(floatFromBf16(p[i])); }
 SHARPI_INLINE Vec vfromF16(const uint16_t* p) { SHARPI_EACH_LANE(floatFromF16(p[i])); }
+SHARPI_INLINE Vec vloadBits(const void* p) {
+    Vec r;
+    __builtin_memcpy(r.v, p, sizeof r.v);
+    return r;
+}
+SHARPI_INLINE uint16_t low16(float a) { return static_cast<uint16_t>(bitsFromFloat(a)); }
+SHARPI_INLINE uint16_t high16(float a) { return static_cast<uint16_t>(bitsFromFloat(a) >> 16); }
+SHARPI_INLINE Vec vlowBf16(Vec a) { SHARPI_EACH_LANE(floatFromBf16(low16(a.v[i]))); }
+SHARPI_INLINE Vec vhighBf16(Vec a) { SHARPI_EACH_LANE(floatFromBf16(high16(a.v[i]))); }
+SHARPI_INLINE Vec vlowF16(Vec a) { SHARPI_EACH_LANE(floatFromF16(low16(a.v[i]))); }
+SHARPI_INLINE Vec vhighF16(Vec a) { SHARPI_EACH_LANE(floatFromF16(high16(a.v[i]))); }
 SHARPI_INLINE float vlane0(Vec a) { return a.v[0]; }
 SHARPI_INLINE Vec vhalve8(Vec a) { SHARPI_EACH_LANE(a.v[i ^ 8]); }
 SHARPI_INLINE Vec vhalve4(Vec a) { SHARPI_EACH_LANE(a.v[i ^ 4]); }
@@ -197,17 +233,26 @@ struct ReadF32 {
 struct ReadBf16 {
     using Element = uint16_t;
     SHARPI_INLINE Vec load(const uint16_t* p) { return vfromBf16(p); }
+    SHARPI_INLINE Vec low(Vec pairs) { return vlowBf16(pairs); }
+    SHARPI_INLINE Vec high(Vec pairs) { return vhighBf16(pairs); }
 };
 struct ReadF16 {
     using Element = uint16_t;
     SHARPI_INLINE Vec load(const uint16_t* p) { return vfromF16(p); }
+    SHARPI_INLINE Vec low(Vec pairs) { return vlowF16(pairs); }
+    SHARPI_INLINE Vec high(Vec pairs) { return vhighF16(pairs); }
+};
+// Two elements of 16 bits in each lane; low() and high() of their own type convert them.
+struct ReadPairs {
+    using Element = uint32_t;
+    SHARPI_INLINE Vec load(const uint32_t* p) { return vloadBits(p); }
 };
 
 // The first n (0..16) elements, zeros after them.
 template <class Read> SHARPI_INLINE Vec loadFirst(const typename Read::Element* p, int64_t n) {
     if (n >= kLanes) return Read::load(p);
     typename Read::Element lanes[kLanes] = {};
-    for (int64_t i = 0; i < n; i++) lanes[i] = p[i];
+    if (n > 0) __builtin_memcpy(lanes, p, static_cast<size_t>(n) * sizeof lanes[0]);
     return Read::load(lanes);
 }
 

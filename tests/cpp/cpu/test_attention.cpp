@@ -253,7 +253,8 @@ const std::vector<Shape> kShapes = {
     {KvType::F32, 4, 2, 64, 16},   {KvType::BF16, 4, 2, 64, 32}, {KvType::F16, 6, 2, 80, 32},
     {KvType::BF16, 8, 1, 128, 64}, {KvType::F32, 3, 3, 96, 7},   {KvType::F16, 2, 1, 256, 16},
     {KvType::BF16, 5, 1, 2, 1},    {KvType::F16, 9, 3, 34, 33},  {KvType::BF16, 2, 2, 32, 48},
-    {KvType::BF16, 3, 1, 512, 16}, {KvType::F32, 2, 2, 504, 7},
+    {KvType::BF16, 3, 1, 512, 16}, {KvType::F32, 2, 2, 504, 7},  {KvType::F16, 12, 1, 96, 24},
+    {KvType::BF16, 2, 1, 33, 8},
 };
 
 // One number off in a window or a chunk is another result; so is a window at a page's border.
@@ -291,14 +292,18 @@ TEST(Attention, FollowsItsWrittenDefinition) {
         for (const Kernels* table : tables()) {
             Sequence sequence(shape, 75, 7);
             sequence.append(*table, 0, 75);
-            std::vector<float> out = sequence.poisoned();
-            sequence.attend(*table, 0, 75, out);
-            for (int64_t row = 0; row < 75; row++)
-                for (int32_t h = 0; h < shape.heads; h++) {
-                    const float* from = &out[row * sequence.rowStride + static_cast<int64_t>(h) * shape.headDim];
-                    expectSameBits(std::vector<float>(from, from + shape.headDim), sequence.defined(row, h),
-                                   std::string(table->name) + ", " + nameOf(shape));
-                }
+            // All rows at once, and a few: these convert pages in other ways.
+            for (const int64_t together : {75, 3, 1}) {
+                std::vector<float> out = sequence.poisoned();
+                for (int64_t row = 0; row < 75; row += together) sequence.attend(*table, row, row + together, out);
+                for (int64_t row = 0; row < 75; row++)
+                    for (int32_t h = 0; h < shape.heads; h++) {
+                        const float* from = &out[row * sequence.rowStride + static_cast<int64_t>(h) * shape.headDim];
+                        expectSameBits(std::vector<float>(from, from + shape.headDim), sequence.defined(row, h),
+                                       std::string(table->name) + ", " + nameOf(shape) + ", " +
+                                           std::to_string(together) + " rows");
+                    }
+            }
         }
     }
 }
@@ -316,15 +321,19 @@ TEST(Attention, ValuesMayBeTheBeginningsOfKeys) {
             sequence.attend(*table, 0, kTokens, whole);
             for (const int32_t prefix : {1, shape.headDim / 2, shape.headDim - shape.headDim / 9}) {
                 const int64_t stride = int64_t{shape.heads} * prefix + kGap;
-                std::vector<float> out(static_cast<size_t>(kTokens * stride), kNaN), expected = out;
+                std::vector<float> out(static_cast<size_t>(kTokens * stride), kNaN), expected = out, apart = out;
                 sequence.attend(*table, 0, kTokens, out, prefix, stride);
+                for (int64_t row = 0; row < kTokens; row++)
+                    sequence.attend(*table, row, row + 1, apart, prefix, stride);
                 for (int64_t row = 0; row < kTokens; row++)
                     for (int64_t h = 0; h < shape.heads; h++)
                         for (int64_t d = 0; d < prefix; d++)
                             expected[row * stride + h * prefix + d] =
                                 whole[row * sequence.rowStride + h * shape.headDim + d];
-                expectSameBits(out, expected,
-                               std::string(table->name) + ", " + nameOf(shape) + ", prefix " + std::to_string(prefix));
+                const std::string what =
+                    std::string(table->name) + ", " + nameOf(shape) + ", prefix " + std::to_string(prefix);
+                expectSameBits(out, expected, what);
+                expectSameBits(apart, expected, what + ", row by row");
             }
         }
     }
