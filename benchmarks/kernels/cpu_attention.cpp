@@ -1,7 +1,7 @@
 // Measures attention's kernel on one thread, by instruction set, element type and shape:
-//   cpu_attention [isa]
+//   cpu_attention [isa]              all but scalar without an argument
 // "GB/s": bytes of keys and values a second of one row, in shuffled pages too large for any cache: decode. "GFLOP/s":
-// 4 * keys * headDim * heads a second of 128 rows that see 8,192 keys: a prompt.
+// 4 * keys * headDim * heads a second of the last 128 of 8,192 rows: a prompt.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>

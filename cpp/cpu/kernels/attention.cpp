@@ -22,9 +22,10 @@
 // can run in parallel. They lie at multiples of kSegmentPages even if a row sees only the end of its first one, so a
 // key's place in the sums depends on its position alone.
 //
-// A page's keys are transposed once for a block of query rows, so that a vector holds one dimension of 16 keys. Scores
-// and outputs are then the same small matrix product, blocked in registers. Many rows have the page converted to float
-// before; few rows have it converted in the products, since most of their time goes into moving it through the caches.
+// A page's keys are transposed once for a block of query rows, so that a vector holds one dimension of 16 keys (of
+// 16-bit keys: two). Scores and outputs are then the same small matrix product, blocked in registers. For many rows the
+// page is converted to float first. For few rows the products convert it as they read it, because then most of the time
+// goes into moving the page through the caches.
 #include "cpu/kernels/exp.h"
 #include "cpu/kernels/internal.h"
 #include "cpu/kernels/matmul/transpose.h"
@@ -35,7 +36,8 @@ namespace sharpi::cpu::SHARPI_ISA {
 constexpr int64_t kBlock = 128;
 constexpr int64_t kMaxPageTokens = 64;
 
-// Up to this many query rows x heads convert a page in their products (measured with AVX2 and AVX-512).
+// With at most this many query rows x heads, the products convert the page themselves. 12 and 16 were 8 to 10 % faster
+// so with AVX-512 and as fast with AVX2; 32 were slower with AVX2.
 constexpr int64_t kFewRows = 16;
 
 // The most rows that any table multiplies at once: all tables lay out their scratch alike.
@@ -85,13 +87,13 @@ size_t attentionScratch(int32_t, int32_t, int32_t headDim, int32_t pageTokens) {
 }
 
 // Asks for a line of the caches. Pages lie apart in memory, so the processor does not fetch the next one by itself, and
-// with one query row most of the time would go into waiting for it. Few lines can be on their way at once, so they are
-// asked for all along while the page before is converted and multiplied, each beside the line in its place.
+// with one query row most of the time would go into waiting for it. Only a few lines can be on their way at once, so
+// the requests are spread out: reading a line of this page prefetches the line at the same place in the next one.
 SHARPI_INLINE void prefetch(const uint8_t* line) { __builtin_prefetch(line, 0, 2); }
 
-// The matrix on the right of a product: its lines, `stride` elements apart. ahead: bytes from a part of it to what is
-// prefetched with that part. Its form is a type below: load() reads kVecs vectors of 16 columns, from `column` on, of
-// kDepth lines, from line k on.
+// The right-hand matrix of a product; its lines are `stride` elements apart. ahead: the distance in bytes from what is
+// read to what is prefetched with it, 0 for nothing; only Stored prefetches. The types below say how the elements are
+// stored: load() reads kVecs vectors of 16 columns, from `column` on, of kDepth lines, from line k on.
 struct Right {
     const void* first = nullptr;
     int64_t stride = 0;
@@ -116,15 +118,18 @@ template <class Read> struct Stored {
     template <int kVecs> SHARPI_INLINE void load(const Right& b, int64_t k, int64_t column, Vec (*to)[kVecs]) {
         const Element* const line = static_cast<const Element*>(b.first) + k * b.stride + column;
         const auto* const ahead = reinterpret_cast<const uint8_t*>(line) + b.ahead;
+        constexpr int64_t kBytes = kVecs * kLanes * static_cast<int64_t>(sizeof(Element));
+        if (b.ahead) {
 #pragma GCC unroll 8
-        for (int64_t at = 0; at < kVecs * kLanes * static_cast<int64_t>(sizeof(Element)); at += 64)
-            prefetch(ahead + at);
+            for (int64_t at = 0; at < kBytes; at += 64) prefetch(ahead + at);
+        }
 #pragma GCC unroll 8
         for (int j = 0; j < kVecs; j++) to[0][j] = Read::load(line + j * kLanes);
     }
 };
 
-// Each line holds two lines of 16-bit elements in turn: those of even k in the lower halves of its lanes.
+// A line interleaves two lines of 16-bit elements: line k in the lower halves of its lanes, line k + 1 in the upper
+// ones; k is even.
 template <class Read> struct Pairs {
     static constexpr int kDepth = 2;
     template <int kVecs> SHARPI_INLINE void load(const Right& b, int64_t k, int64_t column, Vec (*to)[kVecs]) {
@@ -221,7 +226,7 @@ template <class Read> struct Lines {
     const Element* of(int64_t j) const { return at ? at[j] : first + j * stride; }
 };
 
-// Line j of a page from element d on, a multiple of 16; prefetches what lies ahead of it once for each 64 bytes.
+// Line j of a page from element d on; prefetches what lies ahead of it once for each 64 bytes.
 template <class Read>
 SHARPI_INLINE const typename Read::Element* partOf(const Lines<Read>& lines, int64_t j, int64_t d) {
     constexpr int64_t kParts = 64 / (kLanes * static_cast<int64_t>(sizeof(typename Read::Element)));
@@ -236,14 +241,16 @@ template <class Read>
 static void turnKeys(const Lines<Read>& keys, int64_t begin, int64_t n, int64_t headDim, int64_t keyStride,
                      float* out) {
     for (int64_t j = begin; j < n; j += kLanes) {
-        for (int64_t d = 0; d < headDim; d += kLanes) {
+        for (int64_t next = 0; next < headDim; next += kLanes) {
+            // The last lanes may be some that were done before, once more.
+            const int64_t d = next + kLanes <= headDim || headDim < kLanes ? next : headDim - kLanes;
             Vec rows[kLanes];
             if (j + kLanes <= n && d + kLanes <= headDim) {
 #pragma GCC unroll 16
                 for (int i = 0; i < kLanes; i++) rows[i] = Read::load(partOf(keys, j + i, d));
             } else {
                 for (int i = 0; i < kLanes; i++)
-                    rows[i] = j + i < n ? loadFirst<Read>(keys.of(j + i) + d, headDim - d) : vzero();
+                    rows[i] = j + i < n ? loadFirst<Read>(partOf(keys, j + i, d), headDim - d) : vzero();
             }
             storeTransposed(rows, out + d * keyStride + j, keyStride);
         }
@@ -410,6 +417,7 @@ struct Operands {
 // All rows of the block against a page.
 template <class KeyForm, class ValueForm> static void attendPage(Block& block, const Operands& page, int64_t firstKey) {
     const Layout& layout = block.layout;
+    Right values = page.values;
     for (int64_t i = 0; i < block.count;) {
         const int rows = productRows(block.count - i);
         const Spans spans(block, i, rows, firstKey);
@@ -421,7 +429,8 @@ template <class KeyForm, class ValueForm> static void attendPage(Block& block, c
                                      layout.keyStride, roundUp(spans.any.end - from, kLanes));
             for (int r = 0; r < rows; r++)
                 if (!spans.each[r].empty()) weighScores(block, i + r, spans.each[r]);
-            weighValues<ValueForm>(block, i, rows, page.values, spans);
+            weighValues<ValueForm>(block, i, rows, values, spans);
+            values.ahead = 0;  // has been asked for
         }
         i += rows;
     }
@@ -476,7 +485,7 @@ template <class Read> static void attendFew(Block& block, const Page<Read>& page
 
 // All rows of the block against the page at firstKey, of which some row sees `span`.
 static void attendCached(Block& block, int32_t kvHead, int64_t firstKey, Span span, bool isLast) {
-    // Lines of an odd number of elements are no pairs, and the last 16 of a value must not be more than there are.
+    // Pairs need lines of an even number of elements, and products read stored values 16 at a time.
     const bool few = block.count <= kFewRows && block.args.pages.headDim % 2 == 0 && block.valueDim % kLanes == 0;
     const auto attend = [&](auto read) {
         using Read = decltype(read);

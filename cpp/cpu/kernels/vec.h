@@ -64,7 +64,8 @@ SHARPI_INLINE Vec vfromBf16(const uint16_t* p) {
 SHARPI_INLINE Vec vfromF16(const uint16_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
-// Sixteen lanes of 32 bits, whatever they are; and the lower and the upper halves of such lanes, converted.
+// vloadBits: sixteen lanes of 32 bits of any content. vlow...: the 16-bit floats in the lower halves of such lanes, as
+// floats; vhigh...: those in the upper halves.
 SHARPI_INLINE Vec vloadBits(const void* p) { return {_mm512_loadu_ps(p)}; }
 SHARPI_INLINE Vec vlowBf16(Vec a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a.v), 16))}; }
 SHARPI_INLINE Vec vhighBf16(Vec a) {
@@ -124,7 +125,7 @@ SHARPI_INLINE Vec vloadBits(const void* p) { return vload(static_cast<const floa
 SHARPI_INLINE __m256 lowBf16(__m256 a) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 16)); }
 SHARPI_INLINE __m256 highBf16(__m256 a) { return _mm256_and_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(-0x10000))); }
 SHARPI_INLINE __m256 fromLowF16(__m256i lanes) {
-    const __m256i packed = _mm256_packus_epi32(lanes, lanes);  // in each half of the register
+    const __m256i packed = _mm256_packus_epi32(lanes, lanes);  // each half of the register holds its four numbers twice
     return _mm256_cvtph_ps(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
 }
 SHARPI_INLINE __m256 lowF16(__m256 a) {
@@ -242,7 +243,7 @@ struct ReadF16 {
     SHARPI_INLINE Vec low(Vec pairs) { return vlowF16(pairs); }
     SHARPI_INLINE Vec high(Vec pairs) { return vhighF16(pairs); }
 };
-// Two elements of 16 bits in each lane; low() and high() of their own type convert them.
+// Two elements of 16 bits in each lane; low() and high() of ReadBf16 or ReadF16 convert them.
 struct ReadPairs {
     using Element = uint32_t;
     SHARPI_INLINE Vec load(const uint32_t* p) { return vloadBits(p); }

@@ -292,7 +292,7 @@ TEST(Attention, FollowsItsWrittenDefinition) {
         for (const Kernels* table : tables()) {
             Sequence sequence(shape, 75, 7);
             sequence.append(*table, 0, 75);
-            // All rows at once, and a few: these convert pages in other ways.
+            // All rows at once, then few at a time, for which pages are converted in another way.
             for (const int64_t together : {75, 3, 1}) {
                 std::vector<float> out = sequence.poisoned();
                 for (int64_t row = 0; row < 75; row += together) sequence.attend(*table, row, row + together, out);
@@ -319,7 +319,8 @@ TEST(Attention, ValuesMayBeTheBeginningsOfKeys) {
             sequence.append(*table, 0, kTokens);
             std::vector<float> whole = sequence.poisoned();
             sequence.attend(*table, 0, kTokens, whole);
-            for (const int32_t prefix : {1, shape.headDim / 2, shape.headDim - shape.headDim / 9}) {
+            const int32_t vectors = std::max(1, shape.headDim / 16 * 16);
+            for (const int32_t prefix : {1, shape.headDim / 2, shape.headDim - shape.headDim / 9, vectors}) {
                 const int64_t stride = int64_t{shape.heads} * prefix + kGap;
                 std::vector<float> out(static_cast<size_t>(kTokens * stride), kNaN), expected = out, apart = out;
                 sequence.attend(*table, 0, kTokens, out, prefix, stride);
@@ -441,6 +442,9 @@ TEST(AttentionRules, KeysOutOfReachNeverReachARow) {
             poisoned.append(*table, first, 150);
             poisoned.attend(*table, 140, 150, out);
             expectSameBits(out, expected, std::string(table->name) + ", " + nameOf(rule));
+            std::vector<float> few = clean.poisoned();
+            for (int64_t row = 140; row < 150; row += 2) poisoned.attend(*table, row, row + 2, few);
+            expectSameBits(few, expected, std::string(table->name) + ", " + nameOf(rule) + ", two rows at a time");
             EXPECT_FALSE(std::isnan(out[140 * clean.rowStride]));
         }
     }
@@ -448,24 +452,29 @@ TEST(AttentionRules, KeysOutOfReachNeverReachARow) {
 
 // A later key that is NaN must not reach a row of the same call that does not see it.
 TEST(Attention, KeysBeyondARowsPositionNeverReachIt) {
-    const Shape shape = {KvType::BF16, 4, 1, 64, 32};
+    const Shape shape = {KvType::BF16, 3, 1, 64, 32};
     for (const Kernels* table : tables()) {
         Sequence clean(shape, 60, 3), poisoned(shape, 60, 3);
-        std::vector<float> expected = clean.poisoned(), out = poisoned.poisoned();
+        std::vector<float> expected = clean.poisoned();
         clean.append(*table, 0, 60);
         clean.attend(*table, 0, 60, expected);
         poisoned.append(*table, 0, 41);  // keys 41.. stay NaN
-        poisoned.attend(*table, 0, 60, out);
-        for (int64_t row = 0; row < 60; row++)
-            for (int64_t i = 0; i < 256; i++) {
-                const float got = out[row * clean.rowStride + i];
-                const float wanted = expected[row * clean.rowStride + i];
-                if (row > 40) {
-                    ASSERT_TRUE(std::isnan(got));
-                } else {
-                    ASSERT_EQ(sharpi::bitsFromFloat(got), sharpi::bitsFromFloat(wanted)) << table->name << " " << row;
+        // Of two rows at a time, the last one that sees no NaN is multiplied with one that does.
+        for (const int64_t together : {60, 2}) {
+            std::vector<float> out = poisoned.poisoned();
+            for (int64_t row = 0; row < 60; row += together) poisoned.attend(*table, row, row + together, out);
+            for (int64_t row = 0; row < 60; row++)
+                for (int64_t i = 0; i < 192; i++) {
+                    const float got = out[row * clean.rowStride + i];
+                    const float wanted = expected[row * clean.rowStride + i];
+                    if (row > 40) {
+                        ASSERT_TRUE(std::isnan(got));
+                    } else {
+                        ASSERT_EQ(sharpi::bitsFromFloat(got), sharpi::bitsFromFloat(wanted))
+                            << table->name << " " << row;
+                    }
                 }
-            }
+        }
     }
 }
 
@@ -481,6 +490,9 @@ TEST(Attention, PositionsMayComeInAnyOrder) {
         sequence.attend(*table, 0, 90, together);
         for (int64_t row = 89; row >= 0; row--) sequence.attend(*table, row, row + 1, apart);
         expectSameBits(together, apart, table->name);
+        std::vector<float> few = sequence.poisoned();
+        for (int64_t row = 0; row < 90; row += 5) sequence.attend(*table, row, row + 5, few);
+        expectSameBits(few, together, std::string(table->name) + ", five rows at a time");
         for (int64_t row = 0; row < 90; row += 13) {
             const std::vector<double> expected = sequence.reference(row);
             for (size_t i = 0; i < expected.size(); i++)

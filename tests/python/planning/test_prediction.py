@@ -1,4 +1,4 @@
-"""Predicted speeds: the sums, what bounds them, and that the CPU's share is the best there is."""
+"""Predicted speeds of decode: the sums, and what bounds them."""
 
 from __future__ import annotations
 

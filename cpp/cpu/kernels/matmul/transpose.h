@@ -1,5 +1,6 @@
-// A 16 x 16 transpose of floats held in Vecs: attention transposes a page's keys so that a vector holds one dimension
-// of 16 keys. It only moves values, so each instruction set may do it in its own way.
+// A 16 x 16 transpose of 32-bit lanes held in Vecs, floats or pairs of 16-bit numbers: attention transposes a page's
+// keys so that a vector holds one dimension of 16 keys. It only moves bits, so each instruction set may do it in its
+// own way.
 #pragma once
 
 #include "cpu/kernels/vec.h"
