@@ -17,8 +17,15 @@ from sharpi.machine.hardware import Gpu
 from sharpi.machine.profile import HardwareProfile
 from sharpi.machine.profile_cache import cached_profile, doubt, why_stale
 from sharpi.planning.placement import Inventory
-from sharpi.planning.prediction import Speed, after_on_cpu, after_on_gpu, cached_experts, decode_on_cpu, decode_on_gpu
-from sharpi.planning.prefill import prefill_on_cpu, prefill_on_gpu
+from sharpi.planning.prediction.decode import (
+    Speed,
+    after_on_cpu,
+    after_on_gpu,
+    cached_experts,
+    decode_on_cpu,
+    decode_on_gpu,
+)
+from sharpi.planning.prediction.prefill import prefill_on_cpu, prefill_on_gpu
 from sharpi.words import speed
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from sharpi.machine.disk import bytes_in_ram
 from sharpi.machine.hardware import free_ram_bytes, ram_bytes
 from sharpi.planning.copies import kept
 from sharpi.planning.placement import ExpertPool, Placed, Use
-from sharpi.planning.prediction import Speed, cached_experts, decode_from_disk, missed_bytes
-from sharpi.planning.prefill import prefill_from_disk
+from sharpi.planning.prediction.decode import Speed, cached_experts, decode_from_disk, missed_bytes
+from sharpi.planning.prediction.prefill import prefill_from_disk
 from sharpi.planning.request import Request
 
 __all__ = ["Read", "SlotsInRam", "all_ram", "copies_bytes", "decode_reading", "expert_bytes", "free_ram",

@@ -13,11 +13,11 @@ from typing import Any
 
 from sharpi.machine.hardware import Gpu
 from sharpi.machine.profile import HardwareProfile
-from sharpi.planning.cpu_share import balanced
 from sharpi.planning.gpu_ram import BesideVram
 from sharpi.planning.placement import SLOTS, ExpertPool, Switches, TensorHome
 from sharpi.planning.plan import SAVED_STATISTICS, UNIFORM_ROUTING, Plan
-from sharpi.planning.prediction import (
+from sharpi.planning.prediction.cpu_share import balanced
+from sharpi.planning.prediction.decode import (
     after_on_gpu,
     cached_experts,
     decode_on_gpu,
@@ -26,7 +26,7 @@ from sharpi.planning.prediction import (
     hit_rate,
     read_outside_vram,
 )
-from sharpi.planning.prefill import prefill_on_gpu
+from sharpi.planning.prediction.prefill import prefill_on_gpu
 from sharpi.planning.prompt_modes import least_batch, prompt_tile
 from sharpi.planning.request import Request
 from sharpi.settings.choices import FAST

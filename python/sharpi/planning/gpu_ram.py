@@ -20,7 +20,7 @@ from sharpi.planning.disk import (
     speeds_reading,
 )
 from sharpi.planning.placement import ExpertPool, Placed
-from sharpi.planning.prediction import cached_experts, hit_rate
+from sharpi.planning.prediction.decode import cached_experts, hit_rate
 from sharpi.planning.request import Request
 
 __all__ = ["BesideVram"]

@@ -18,7 +18,7 @@ from sharpi.files.rope import RopeScaling
 from sharpi.machine.hardware import Gpu, free_ram_bytes
 from sharpi.machine.profile import HardwareProfile
 from sharpi.planning.placement import SLOTS, VRAM, ExpertPool, Inventory, Placed, TensorHome
-from sharpi.planning.prediction import BOUNDS, Speed
+from sharpi.planning.prediction.decode import BOUNDS, Speed
 from sharpi.planning.prompt_modes import prompt_tile
 from sharpi.settings.choices import EXACT, FAST, KV_DTYPES, PROMPT_MODES
 

@@ -25,8 +25,8 @@ from sharpi.machine.profile import ASSUMED, HardwareProfile
 from sharpi.machine.profile_cache import current_profile, measuring_words
 from sharpi.planning.gpu_plan import DEFAULT_GPU_BATCH, VRAM_MARGIN, OnGpu, fitting_batch, largest
 from sharpi.planning.plan import DEFAULT_SEQUENCES, Plan, load_plan, size_words
-from sharpi.planning.prediction import after_on_cpu, completed, decode_on_cpu, draft_cost_on_cpu
-from sharpi.planning.prefill import prefill_on_cpu
+from sharpi.planning.prediction.decode import after_on_cpu, completed, decode_on_cpu, draft_cost_on_cpu
+from sharpi.planning.prediction.prefill import prefill_on_cpu
 from sharpi.planning.prompt_modes import choose_prompt, least_batch, rounding_words
 from sharpi.planning.ram_slots import RamSlots
 from sharpi.planning.request import Request, Spec

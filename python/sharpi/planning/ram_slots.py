@@ -22,7 +22,7 @@ from sharpi.planning.disk import (
 )
 from sharpi.planning.placement import BY_ROW, ExpertPool
 from sharpi.planning.plan import UNIFORM_ROUTING
-from sharpi.planning.prediction import Speed, cached_experts, hit_rate
+from sharpi.planning.prediction.decode import Speed, cached_experts, hit_rate
 from sharpi.planning.request import Request
 
 __all__ = ["RamSlots"]

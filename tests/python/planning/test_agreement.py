@@ -20,7 +20,7 @@ from sharpi.machine.profile_cache import cached_profile, current_profile, keep
 from sharpi.machine.type_costs import COST_TYPES
 from sharpi.planning.placement import Inventory
 from sharpi.planning.planner import make_plan
-from sharpi.planning.prediction import decode_on_cpu
+from sharpi.planning.prediction.decode import decode_on_cpu
 from sharpi.words import speed
 
 AGAIN = "this machine's speeds are measured again at the next start"

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from fake_weights import MACHINE, inventory_of, random_machine, with_rows
 
-from sharpi.planning.cpu_share import balanced, share_rows, shares
 from sharpi.planning.placement import TensorHome
-from sharpi.planning.prediction import (
+from sharpi.planning.prediction.cpu_share import balanced, share_rows, shares
+from sharpi.planning.prediction.decode import (
     decode_seconds,
     traffic,
 )

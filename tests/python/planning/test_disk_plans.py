@@ -17,8 +17,8 @@ from sharpi.planning.copies import kept
 from sharpi.planning.placement import Inventory
 from sharpi.planning.plan import Plan
 from sharpi.planning.planner import VRAM_MARGIN, make_plan
-from sharpi.planning.prediction import read_outside_vram
-from sharpi.planning.streams import forecast
+from sharpi.planning.prediction.decode import read_outside_vram
+from sharpi.planning.prediction.streams import forecast
 
 DISK = 1e9
 SMALL = replace(MACHINE, vram_bytes=6 * GIB)

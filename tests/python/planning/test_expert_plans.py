@@ -17,8 +17,8 @@ from sharpi.errors import OutOfMemoryError
 from sharpi.planning.placement import Inventory
 from sharpi.planning.plan import Plan
 from sharpi.planning.planner import VRAM_MARGIN
-from sharpi.planning.prediction import cached_experts, decode_on_gpu
-from sharpi.planning.prefill import prefill_on_gpu
+from sharpi.planning.prediction.decode import cached_experts, decode_on_gpu
+from sharpi.planning.prediction.prefill import prefill_on_gpu
 
 pytestmark = pytest.mark.usefixtures("plain_machine")
 

@@ -15,12 +15,12 @@ from planning import Measuring, held, machine_with, plan_command, plan_of, refus
 from sharpi.errors import InternalError, OutOfMemoryError
 from sharpi.machine.hardware import Gpu
 from sharpi.machine.profile import ASSUMED
-from sharpi.planning.cpu_share import share_rows
 from sharpi.planning.placement import Inventory
 from sharpi.planning.plan import Plan
 from sharpi.planning.planner import VRAM_MARGIN
-from sharpi.planning.prediction import decode_on_gpu
-from sharpi.planning.prefill import prefill_on_gpu
+from sharpi.planning.prediction.cpu_share import share_rows
+from sharpi.planning.prediction.decode import decode_on_gpu
+from sharpi.planning.prediction.prefill import prefill_on_gpu
 
 pytestmark = pytest.mark.usefixtures("plain_machine")
 

@@ -14,9 +14,9 @@ from golden_models import write_golden
 
 from sharpi.loading.description import describe
 from sharpi.machine.profile import ASSUMED, GPU_FIELDS, HardwareProfile
-from sharpi.planning.cpu_share import balanced
 from sharpi.planning.placement import Beside, ExpertPool, Inventory, TensorHome
-from sharpi.planning.prediction import (
+from sharpi.planning.prediction.cpu_share import balanced
+from sharpi.planning.prediction.decode import (
     BOUNDS,
     BYTES_PER_PRODUCT,
     CPU_EXPERT_LAYER_SECONDS,
@@ -51,7 +51,7 @@ from sharpi.planning.prediction import (
     hit_rate,
     traffic,
 )
-from sharpi.planning.prefill import (
+from sharpi.planning.prediction.prefill import (
     ROW_KERNEL_BYTES,
     prefill_on_cpu,
     prefill_on_gpu,

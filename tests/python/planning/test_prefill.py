@@ -9,7 +9,7 @@ import pytest
 from fake_weights import MACHINE, inventory_of, stats_of, with_rows
 
 from sharpi.planning.placement import ExpertPool
-from sharpi.planning.prediction import (
+from sharpi.planning.prediction.decode import (
     DENSE_LAYER_KERNELS,
     EXPERT_LAYER_KERNELS,
     GROUPED_COST,
@@ -19,7 +19,7 @@ from sharpi.planning.prediction import (
     ROWS_COST,
     cached_experts,
 )
-from sharpi.planning.prefill import (
+from sharpi.planning.prediction.prefill import (
     CPU_EXPERT_TILE,
     CPU_OUTPUT_SECONDS,
     EXACT_EXPERT_ROWS,

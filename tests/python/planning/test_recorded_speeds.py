@@ -20,7 +20,7 @@ from sharpi import model as models
 from sharpi.machine.hardware import Gpu
 from sharpi.planning.plan import Plan
 from sharpi.planning.planner import make_plan
-from sharpi.planning.streams import forecast
+from sharpi.planning.prediction.streams import forecast
 
 WHAT = ("decode", "prefill", "draft_step")
 GIB = 1 << 30

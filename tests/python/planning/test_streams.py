@@ -20,7 +20,7 @@ from sharpi.model import describe
 from sharpi.planning.copies import KEPT_BYTES, Kept, kept
 from sharpi.planning.plan import Plan
 from sharpi.planning.planner import make_plan
-from sharpi.planning.streams import Forecast, forecast, room_for
+from sharpi.planning.prediction.streams import Forecast, forecast, room_for
 from sharpi.scheduler import Scheduler
 
 GIB = 1 << 30

@@ -20,9 +20,9 @@ from sharpi import _core
 from sharpi.files.gguf import fingerprint
 from sharpi.machine.hardware import Gpu
 from sharpi.machine.profile import ASSUMED, HardwareProfile
-from sharpi.planning.cpu_share import share_rows
 from sharpi.planning.expert_stats import ExpertStats
 from sharpi.planning.placement import Inventory, TensorHome
+from sharpi.planning.prediction.cpu_share import share_rows
 
 MIB, GIB = 1 << 20, 1 << 30
 # The slots for streamed weights: how many pieces, and the most bytes of each.

@@ -27,7 +27,7 @@ from sharpi.words import plural, seconds, speed
 if TYPE_CHECKING:
     from sharpi.benchmark import Benchmark, MeasuredStreams
     from sharpi.model import Model
-    from sharpi.planning.streams import Forecast
+    from sharpi.planning.prediction.streams import Forecast
 
 
 @click.command("bench", cls=Command, examples=(
@@ -125,7 +125,7 @@ def _require_uses() -> None:
 
 def _bench_streams(options: ModelOptions, streams: Sequence[int], tokens: int, long_prompt: int, warmup: bool,
                    as_json: bool) -> None:
-    from sharpi.planning.streams import forecast, room_for
+    from sharpi.planning.prediction.streams import forecast, room_for
 
     most = max(streams)
     context, sequences, cache_tokens = room_for(most, tokens, options.context or None, None, None)

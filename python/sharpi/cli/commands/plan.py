@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from sharpi.planning.copies import Kept
     from sharpi.planning.placement import Placed
     from sharpi.planning.plan import Plan
-    from sharpi.planning.streams import Forecast
+    from sharpi.planning.prediction.streams import Forecast
 
 _Row = tuple[str, int, str]
 
@@ -103,7 +103,7 @@ def plan_command(name: str | None, model: str | None, context: int | None, threa
         from sharpi.machine.profile import load_profile
         from sharpi.planning.expert_stats import ExpertStats
         from sharpi.planning.planner import make_plan, parse_spill
-        from sharpi.planning.streams import forecast, room_for
+        from sharpi.planning.prediction.streams import forecast, room_for
 
     spill_bytes = parse_spill(spill)
     found = described(name, model)

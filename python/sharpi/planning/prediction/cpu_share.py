@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from sharpi.machine.profile import HardwareProfile
 from sharpi.planning.placement import CPU_ROW_STEP, DIRECT, Inventory, TensorHome
-from sharpi.planning.prediction import decode_seconds, traffic
+from sharpi.planning.prediction.decode import decode_seconds, traffic
 
 __all__ = ["balanced", "share_rows", "shares"]
 

@@ -1,4 +1,4 @@
-"""How fast a prompt of one batch is read, at the beginning of a context; see `prediction` for decode.
+"""How fast a prompt of one batch is read, at the beginning of a context; see `decode` for steps.
 
 On the GPU, two things go on at once. The longer one counts in full and the shorter one in part, plus a fixed time. One
 is bringing all direct weights and all experts that are in no slot; the CPU takes no part in large batches. The other is
@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 
 from sharpi.machine.profile import HardwareProfile
 from sharpi.planning.placement import BY_ROW, DIRECT, SLOTS, Beside, TensorHome, Use
-from sharpi.planning.prediction import Cached, Speed, kernels, part_at_work, rows_cost, step_bytes, traffic
+from sharpi.planning.prediction.decode import Cached, Speed, kernels, part_at_work, rows_cost, step_bytes, traffic
 from sharpi.settings.choices import EXACT, FAST
 
 __all__ = ["operations", "prefill_from_disk", "prefill_on_cpu", "prefill_on_gpu"]

@@ -9,7 +9,7 @@ A prompt is computed in pieces that fill a part of the greatest gap, each follow
 prompt gets as much time as the answers do.
 """
 
-# As in prediction.py: a profile has a GPU's rates wherever a plan is for a GPU.
+# As in decode.py: a profile has a GPU's rates wherever a plan is for a GPU.
 # pyright: reportOptionalOperand=false
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from sharpi.errors import InvalidRequestError
 from sharpi.planning.copies import Kept, kept
 from sharpi.planning.placement import BY_ROW, Beside, Inventory, TensorHome, Use
-from sharpi.planning.prediction import (
+from sharpi.planning.prediction.decode import (
     Cached,
     Speed,
     after_on_cpu,
@@ -35,7 +35,7 @@ from sharpi.planning.prediction import (
     step_bytes,
     traffic,
 )
-from sharpi.planning.prefill import operations, prefill_on_cpu, prefill_on_gpu
+from sharpi.planning.prediction.prefill import operations, prefill_on_cpu, prefill_on_gpu
 
 if TYPE_CHECKING:
     from sharpi.files.gguf import GgufFile
