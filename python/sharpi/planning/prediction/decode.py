@@ -177,9 +177,8 @@ def _most_used(layers: Sequence[int], count: int, slots: int, warm: ExpertStats)
         if layer in rows and rows[layer][:count].any():
             row[:] = rows[layer][:count]
     part = uses / uses.sum(axis=1, keepdims=True)
-    inside = np.zeros(part.size, dtype=bool)
-    inside[np.argsort(-part, axis=None, kind="stable")[:slots]] = True
-    inside = inside.reshape(part.shape)
+    inside = np.zeros(part.shape, dtype=bool)
+    inside.flat[np.argsort(-part, axis=None, kind="stable")[:slots]] = True
     hits = np.minimum(1.0, (part * inside).sum(axis=1))  # a sum of all parts may be rounded up
     return list(zip(hits.tolist(), inside.mean(axis=1).tolist(), strict=True))
 
