@@ -3,7 +3,6 @@
 // "GB/s": bytes of keys and values a second of one row, in shuffled pages too large for any cache: decode. "GFLOP/s":
 // 4 * keys * headDim * heads a second of the last 128 of 8,192 rows: a prompt.
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -12,6 +11,7 @@
 
 #include "core/half.h"
 #include "cpu/kernels.h"
+#include "cpu_timing.h"
 
 using namespace sharpi;
 using namespace sharpi::cpu;
@@ -21,24 +21,17 @@ namespace {
 constexpr int64_t kCacheBytes = int64_t{256} << 20, kPromptTokens = 8192, kRows = 128;
 constexpr int32_t kPageTokens = 64;
 
-double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
 struct Shape {
     KvType type;
     const char* name;
     int32_t heads, kvHeads, headDim;
 };
 
-// The best time of all KV heads one after another, because others may use the machine.
-double bestTime(const Kernels& table, const AttentionArgs& args, int64_t rows, void* scratch) {
-    double best = 1e9;
-    const double start = seconds();
-    do {
-        const double begin = seconds();
+// All KV heads, one after another.
+double timeOf(const Kernels& table, const AttentionArgs& args, int64_t rows, void* scratch) {
+    return bestTime(0.5, [&] {
         for (int32_t head = 0; head < args.pages.kvHeads; ++head) table.attention(args, head, 0, rows, scratch);
-        best = std::min(best, seconds() - begin);
-    } while (seconds() - start < 0.5);
-    return best;
+    });
 }
 
 void measure(const Shape& shape, const Kernels& table) {
@@ -63,8 +56,7 @@ void measure(const Shape& shape, const Kernels& table) {
     const int64_t width = int64_t{shape.heads} * shape.headDim;
     std::vector<float> q(static_cast<size_t>(kRows * width)), out(q.size());
     for (float& x : q) x = normal(random);
-    void* scratch = std::aligned_alloc(
-        64, (attentionScratchBytes(shape.heads, shape.kvHeads, shape.headDim, kPageTokens) + 63) / 64 * 64);
+    void* scratch = alignedBytes(attentionScratchBytes(shape.heads, shape.kvHeads, shape.headDim, kPageTokens));
     AttentionArgs args;
     args.q = q.data();
     args.out = out.data();
@@ -80,10 +72,10 @@ void measure(const Shape& shape, const Kernels& table) {
     args.pageTable = pageTable.data();
     args.positions = positions.data();
     positions[0] = pages * kPageTokens - 1;
-    const double one = bestTime(table, args, 1, scratch);
+    const double one = timeOf(table, args, 1, scratch);
     for (int32_t i = 0; i < kRows; ++i)
         positions[static_cast<size_t>(i)] = static_cast<int32_t>(kPromptTokens - kRows) + i;
-    const double many = bestTime(table, args, kRows, scratch);
+    const double many = timeOf(table, args, kRows, scratch);
     std::printf("%-7s %-5s %2d heads, %d KV heads of %3d: %6.2f GB/s | %6.1f GFLOP/s\n", table.name, shape.name,
                 shape.heads, shape.kvHeads, shape.headDim, 2 * static_cast<double>(bytes) / one / 1e9,
                 4.0 * static_cast<double>(kPromptTokens * width * kRows) / many / 1e9);

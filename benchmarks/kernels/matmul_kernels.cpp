@@ -2,7 +2,6 @@
 //   matmul_kernels [type] [isa]
 // "GB/s": weight bytes read per second with one token, on a matrix too large for any cache. "GOP/s": 2 * rows * cols *
 // tokens per second on 4096 x 4096, for several token counts.
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -11,27 +10,13 @@
 
 #include "core/half.h"
 #include "cpu/kernels.h"
+#include "cpu_timing.h"
 
 using namespace sharpi;
 using namespace sharpi::cpu;
 
-static double seconds() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-static void* alignedBytes(size_t bytes) { return std::aligned_alloc(64, (bytes + 63) / 64 * 64); }
-
-// The best of several runs, because others may use the machine.
-static double bestTime(const Kernels& table, const MatmulArgs& args, void* scratch, double budget) {
-    double best = 1e9;
-    const double start = seconds();
-    do {
-        const double begin = seconds();
-        table.matmul(args, 0, args.w.rows, scratch);
-        const double took = seconds() - begin;
-        best = took < best ? took : best;
-    } while (seconds() - start < budget);
-    return best;
+static double timeOf(const Kernels& table, const MatmulArgs& args, void* scratch, double budget) {
+    return bestTime(budget, [&] { table.matmul(args, 0, args.w.rows, scratch); });
 }
 
 static void measure(const DTypeInfo& type, const Kernels& table) {
@@ -60,14 +45,14 @@ static void measure(const DTypeInfo& type, const Kernels& table) {
     args.y = y.data();
     args.count = 1;
     args.yStride = bigRows;
-    const double once = bestTime(table, args, scratch, 0.4);
+    const double once = timeOf(table, args, scratch, 0.4);
     std::printf("%-7s %-7s %6.2f GB/s |", type.name, table.name,
                 static_cast<double>(bigRows) * static_cast<double>(rowSize) / once / 1e9);
     args.w.rows = args.yStride = 4096;
     for (const int64_t count : {1, 2, 4, 8, 32, 512}) {
         if (count > 32 && !std::strcmp(table.name, "scalar")) continue;
         args.count = count;
-        const double took = bestTime(table, args, scratch, 0.3);
+        const double took = timeOf(table, args, scratch, 0.3);
         std::printf(" %4d: %6.1f", static_cast<int>(count),
                     2.0 * 4096 * 4096 * static_cast<double>(count) / took / 1e9);
     }

@@ -28,6 +28,7 @@
 // goes into moving the page through the caches.
 #include "cpu/kernels/exp.h"
 #include "cpu/kernels/internal.h"
+#include "cpu/kernels/matmul/float_product.h"
 #include "cpu/kernels/matmul/transpose.h"
 
 namespace sharpi::cpu::SHARPI_ISA {
@@ -37,16 +38,8 @@ constexpr int64_t kBlock = 128;
 constexpr int64_t kMaxPageTokens = 64;
 
 // With at most this many query rows x heads, the products convert the page themselves. 12 and 16 were 8 to 10 % faster
-// so with AVX-512 and as fast with AVX2; 32 were slower with AVX2.
+// so with AVX-512 and within 6 % with AVX2; 32 were slower with AVX2.
 constexpr int64_t kFewRows = 16;
-
-// The most rows that any table multiplies at once: all tables lay out their scratch alike.
-constexpr int kMaxProductRows = 8;
-#if defined(__AVX512F__)
-constexpr int kProductRows = kMaxProductRows;
-#else
-constexpr int kProductRows = 2;
-#endif
 
 static int64_t roundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -84,136 +77,6 @@ struct Layout {
 
 size_t attentionScratch(int32_t, int32_t, int32_t headDim, int32_t pageTokens) {
     return static_cast<size_t>(Layout(headDim, headDim, pageTokens).total) * sizeof(float);
-}
-
-// Asks for a line of the caches. Pages lie apart in memory, so the processor does not fetch the next one by itself, and
-// with one query row most of the time would go into waiting for it. Only a few lines can be on their way at once, so
-// the requests are spread out: reading a line of this page prefetches the line at the same place in the next one.
-SHARPI_INLINE void prefetch(const uint8_t* line) { __builtin_prefetch(line, 0, 2); }
-
-// The right-hand matrix of a product; its lines are `stride` elements apart. ahead: the distance in bytes from what is
-// read to what is prefetched with it, 0 for nothing; only Stored prefetches. The types below say how the elements are
-// stored: load() reads kVecs vectors of 16 columns, from `column` on, of kDepth lines, from line k on.
-struct Right {
-    const void* first = nullptr;
-    int64_t stride = 0;
-    int64_t ahead = 0;
-};
-
-// Floats of the scratch.
-struct Floats {
-    using Element = float;
-    static constexpr int kDepth = 1;
-    template <int kVecs> SHARPI_INLINE void load(const Right& b, int64_t k, int64_t column, Vec (*to)[kVecs]) {
-        const float* const line = static_cast<const float*>(b.first) + k * b.stride + column;
-#pragma GCC unroll 8
-        for (int j = 0; j < kVecs; j++) to[0][j] = vload(line + j * kLanes);
-    }
-};
-
-// Elements as the KV cache has them.
-template <class Read> struct Stored {
-    using Element = typename Read::Element;
-    static constexpr int kDepth = 1;
-    template <int kVecs> SHARPI_INLINE void load(const Right& b, int64_t k, int64_t column, Vec (*to)[kVecs]) {
-        const Element* const line = static_cast<const Element*>(b.first) + k * b.stride + column;
-        const auto* const ahead = reinterpret_cast<const uint8_t*>(line) + b.ahead;
-        constexpr int64_t kBytes = kVecs * kLanes * static_cast<int64_t>(sizeof(Element));
-        if (b.ahead) {
-#pragma GCC unroll 8
-            for (int64_t at = 0; at < kBytes; at += 64) prefetch(ahead + at);
-        }
-#pragma GCC unroll 8
-        for (int j = 0; j < kVecs; j++) to[0][j] = Read::load(line + j * kLanes);
-    }
-};
-
-// A line interleaves two lines of 16-bit elements: line k in the lower halves of its lanes, line k + 1 in the upper
-// ones; k is even.
-template <class Read> struct Pairs {
-    static constexpr int kDepth = 2;
-    template <int kVecs> SHARPI_INLINE void load(const Right& b, int64_t k, int64_t column, Vec (*to)[kVecs]) {
-        const float* const line = static_cast<const float*>(b.first) + k / 2 * b.stride + column;
-#pragma GCC unroll 8
-        for (int j = 0; j < kVecs; j++) {
-            const Vec pairs = vloadBits(line + j * kLanes);
-            to[0][j] = Read::low(pairs);
-            to[1][j] = Read::high(pairs);
-        }
-    }
-};
-
-// What a product begins from and how it ends: c[r] = start[r] (or 0) + sum; with factors it joins a page instead:
-// c[r] = fma(start[r] + sum, added[r], c[r] * kept[r]). start has c's stride.
-struct Ends {
-    const float* start = nullptr;
-    const float *kept = nullptr, *added = nullptr;
-};
-
-// c[r][0 .. 16 kVecs) from the sum over k of a[r][k] * b[k][..], by fma, k ascending. depth is a multiple of kDepth.
-template <class Form, int kRows, int kVecs>
-SHARPI_INLINE void productBlock(const float* const* a, int64_t depth, const Right& b, const Ends& ends, int64_t column,
-                                float* c, int64_t cStride) {
-    Vec acc[kRows][kVecs];
-    const float* row[kRows];
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; r++) {
-        row[r] = a[r];
-#pragma GCC unroll 8
-        for (int j = 0; j < kVecs; j++)
-            acc[r][j] = ends.start ? vload(ends.start + r * cStride + column + j * kLanes) : vzero();
-    }
-    for (int64_t k = 0; k < depth; k += Form::kDepth) {
-        Vec lines[Form::kDepth][kVecs];
-        Form::load(b, k, column, lines);
-#pragma GCC unroll 2
-        for (int i = 0; i < Form::kDepth; i++) {
-#pragma GCC unroll 8
-            for (int r = 0; r < kRows; r++) {
-                const Vec x = vset(row[r][k + i]);
-#pragma GCC unroll 8
-                for (int j = 0; j < kVecs; j++) acc[r][j] = vfma(x, lines[i][j], acc[r][j]);
-            }
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; r++) {
-#pragma GCC unroll 8
-        for (int j = 0; j < kVecs; j++) {
-            float* to = c + r * cStride + column + j * kLanes;
-            if (ends.kept) acc[r][j] = vfma(acc[r][j], vset(ends.added[r]), vmul(vload(to), vset(ends.kept[r])));
-            vstore(to, acc[r][j]);
-        }
-    }
-}
-
-// The same over any width that is a multiple of 16.
-template <class Form, int kRows>
-static __attribute__((noinline)) void product(const float* const* a, int64_t depth, const Right& b, const Ends& ends,
-                                              float* c, int64_t cStride, int64_t width) {
-    int64_t at = 0;
-    if constexpr (4 * kRows <= 2 * kProductRows) {  // few rows: more columns hide the latency of the fma chain
-        for (; at + 4 * kLanes <= width; at += 4 * kLanes)
-            productBlock<Form, kRows, 4>(a, depth, b, ends, at, c, cStride);
-    }
-    for (; at + 2 * kLanes <= width; at += 2 * kLanes) productBlock<Form, kRows, 2>(a, depth, b, ends, at, c, cStride);
-    for (; at < width; at += kLanes) productBlock<Form, kRows, 1>(a, depth, b, ends, at, c, cStride);
-}
-
-using Product = void (*)(const float* const*, int64_t, const Right&, const Ends&, float*, int64_t, int64_t);
-
-// The rows that the widest product for up to `rows` rows computes, and that product.
-static int productRows(int64_t rows) {
-    return rows >= kProductRows ? kProductRows : rows >= 4 && kProductRows > 4 ? 4 : rows >= 2 ? 2 : 1;
-}
-
-template <class Form> static Product productOf(int rows) {
-    switch (rows) {
-    case 8: return product < Form, kProductRows == 8 ? 8 : 1 > ;  // only instantiated where it is used
-    case 4: return product < Form, kProductRows == 8 ? 4 : 1 > ;
-    case 2: return product<Form, 2>;
-    default: return product<Form, 1>;
-    }
 }
 
 // Where the lines of a page are: one after another, or wherever `at` says. ahead: as in Right, 0 for nothing.
@@ -436,26 +299,34 @@ template <class KeyForm, class ValueForm> static void attendPage(Block& block, c
     }
 }
 
-// A page of the cache for one kv head.
+// Calls f with the way to read elements of this type.
+template <class F> static void withRead(KvType type, const F& f) {
+    switch (type) {
+    case KvType::F32: return f(ReadF32());
+    case KvType::BF16: return f(ReadBf16());
+    case KvType::F16: return f(ReadF16());
+    }
+}
+
+// A page's keys and values as they are stored.
 template <class Read> struct Page {
     Lines<Read> keys, values;
-
-    Page(const Block& block, int32_t kvHead, int64_t firstKey, bool isLast) {
-        using Element = typename Read::Element;
-        const KvPages& pages = block.args.pages;
-        const int32_t* const entry = block.args.pageTable + firstKey / pages.pageTokens;
-        const int64_t elements = pages.headDim * static_cast<int64_t>(pages.pageTokens);
-        const auto place = [&](int32_t page) {
-            return (static_cast<int64_t>(page) * pages.kvHeads + kvHead) * elements;
-        };
-        const bool apart = pages.valuePrefix == 0;
-        const int64_t at = place(entry[0]);
-        const int64_t ahead = isLast ? 0 : (place(entry[1]) - at) * static_cast<int64_t>(sizeof(Element));
-        keys = {reinterpret_cast<const Element*>(pages.k) + at, pages.headDim, ahead};
-        // Values that are in the keys have been fetched with them.
-        values = {reinterpret_cast<const Element*>(apart ? pages.v : pages.k) + at, pages.headDim, apart ? ahead : 0};
-    }
 };
+
+// The page of the cache at firstKey, for one kv head.
+template <class Read> static Page<Read> cachedPage(const Block& block, int32_t kvHead, int64_t firstKey, bool isLast) {
+    using Element = typename Read::Element;
+    const KvPages& pages = block.args.pages;
+    const int32_t* const entry = block.args.pageTable + firstKey / pages.pageTokens;
+    const int64_t elements = pages.headDim * static_cast<int64_t>(pages.pageTokens);
+    const auto place = [&](int32_t page) { return (static_cast<int64_t>(page) * pages.kvHeads + kvHead) * elements; };
+    const bool apart = pages.valuePrefix == 0;
+    const int64_t at = place(entry[0]);
+    const int64_t ahead = isLast ? 0 : (place(entry[1]) - at) * static_cast<int64_t>(sizeof(Element));
+    // Values that are in the keys are fetched with them.
+    return {{reinterpret_cast<const Element*>(pages.k) + at, pages.headDim, ahead},
+            {reinterpret_cast<const Element*>(apart ? pages.v : pages.k) + at, pages.headDim, apart ? ahead : 0}};
+}
 
 // Converts the page once for all rows.
 template <class Read> static void attendMany(Block& block, const Page<Read>& page, int64_t firstKey, Span span) {
@@ -487,17 +358,11 @@ template <class Read> static void attendFew(Block& block, const Page<Read>& page
 static void attendCached(Block& block, int32_t kvHead, int64_t firstKey, Span span, bool isLast) {
     // Pairs need lines of an even number of elements, and products read stored values 16 at a time.
     const bool few = block.count <= kFewRows && block.args.pages.headDim % 2 == 0 && block.valueDim % kLanes == 0;
-    const auto attend = [&](auto read) {
-        using Read = decltype(read);
-        const Page<Read> page(block, kvHead, firstKey, isLast);
+    withRead(block.args.pages.type, [&](auto read) {
+        const auto page = cachedPage<decltype(read)>(block, kvHead, firstKey, isLast);
         if (few) attendFew(block, page, firstKey, span);
         else attendMany(block, page, firstKey, span);
-    };
-    switch (block.args.pages.type) {
-    case KvType::F32: return attend(ReadF32());
-    case KvType::BF16: return attend(ReadBf16());
-    case KvType::F16: return attend(ReadF16());
-    }
+    });
 }
 
 // A segment's state before its first page.
@@ -576,11 +441,11 @@ static void attendBlock(Block& block, int32_t kvHead) {
     }
 }
 
-// The rows of blocks [begin, end) of those that query row `row` sees.
-static void loadBlocks(Block& block, int64_t row, int64_t begin, int64_t end) {
+// All rows of the block against the rows of blocks [begin, end) of those that query row `row` sees.
+static void attendBlockRows(Block& block, int64_t row, int64_t begin, int64_t end) {
     const KvPages& blocks = block.args.blocks;
     const int32_t* const chosen = block.args.chosen ? block.args.chosen + row * block.args.topK : nullptr;
-    const auto load = [&](auto read) {
+    withRead(blocks.type, [&](auto read) {
         using Read = decltype(read);
         using Element = typename Read::Element;
         const Element* at[kMaxPageTokens];
@@ -589,15 +454,8 @@ static void loadBlocks(Block& block, int64_t row, int64_t begin, int64_t end) {
             at[j - begin] = reinterpret_cast<const Element*>(blocks.k) + blocks.rowAt(block.args.blockTable, number);
         }
         const Lines<Read> lines{nullptr, 0, 0, at};
-        turnKeys(lines, 0, end - begin, blocks.headDim, block.layout.keyStride,
-                 block.scratch + block.layout.turnedKeys);
-        widenValues(lines, 0, end - begin, block.valueDim, block.layout.dimStride, block.scratch + block.layout.values);
-    };
-    switch (blocks.type) {
-    case KvType::F32: return load(ReadF32());
-    case KvType::BF16: return load(ReadBf16());
-    case KvType::F16: return load(ReadF16());
-    }
+        attendMany(block, Page<Read>{lines, lines}, begin, {0, end - begin});
+    });
 }
 
 // Heads of one query row against the rows of blocks that it sees.
@@ -618,12 +476,7 @@ static void attendBlocks(Block& block, int64_t row) {
     block.begun = false;
     for (int64_t begin = 0; begin < count; begin += pageTokens) {
         const int64_t next = begin + pageTokens;
-        loadBlocks(block, row, begin, next < count ? next : count);
-        const Layout& layout = block.layout;
-        attendPage<Floats, Floats>(
-            block,
-            {{block.scratch + layout.turnedKeys, layout.keyStride}, {block.scratch + layout.values, layout.dimStride}},
-            begin);
+        attendBlockRows(block, row, begin, next < count ? next : count);
         if (next >= count || next % segmentTokens == 0) closeSegment(block, begin - begin % segmentTokens, next, true);
     }
     block.begun = count > 0;
